@@ -1,0 +1,259 @@
+"""The requests of the HTTP API: OpenAI's fields, vLLM's extra ones, and how they become sampling parameters.
+
+Types and shapes are checked here; the ranges of sampling values by ``SamplingParams``, whose errors begin with the
+field's name.
+"""
+
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from pagedjax import SamplingParams
+from server.errors import ApiError, bad_request
+from server.fields import Content, LogitBias, Prompt, RequestBody, Role, Stop, refuse
+
+COMPLETION_MAX_TOKENS = 16
+
+_SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
+)
+_TEMPLATE_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
+
+
+class StreamOptions(RequestBody):
+    """How to stream."""
+
+    unsupported: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+
+    include_usage: bool = False
+
+
+class ModelRequest(RequestBody):
+    """Any request: it names the model."""
+
+    model: str
+
+
+class SamplingRequest(ModelRequest):
+    """What completions and chat have in common."""
+
+    unsupported: ClassVar = {
+        "priority": (0,),
+        "cache_salt": (),
+        "use_beam_search": (False,),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+    }
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: Stop = Field(default_factory=list)
+    logit_bias: LogitBias | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: list[int] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = Field(default_factory=list)
+    return_token_ids: bool = False
+
+    # These say who asks and why; they change nothing in the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("may only be given when stream is true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that holds the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def blame(self, error: ValueError) -> ApiError | None:
+        """A 400 for an error whose text begins with the name of a field; None if it does not."""
+        name = str(error).partition(" ")[0]
+        param = self._param(name)
+        return bad_request(str(error).replace(name, param, 1), param) if param in type(self).model_fields else None
+
+    def _param(self, name: str) -> str:
+        """The field of this request that stands behind an argument of SamplingParams or of generate()."""
+        return name
+
+    def _sampling_params(self, **more: Any) -> SamplingParams:
+        fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        try:
+            return SamplingParams(**fields | more)
+        except ValueError as error:
+            if refusal := self.blame(error):
+                raise refusal from None
+            raise
+
+
+class CompletionRequest(SamplingRequest):
+    """``POST /v1/completions``."""
+
+    unsupported: ClassVar = {**SamplingRequest.unsupported, "suffix": ("",)}
+
+    prompt: Prompt
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    max_tokens: int = COMPLETION_MAX_TOKENS
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or more."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+    def sampling_params(self) -> SamplingParams:
+        """How to sample.
+
+        Raises:
+            ApiError: 400, a value is out of its range.
+        """
+        if self.stream and self.best_of not in (None, self.n):
+            raise bad_request("best_of cannot be streamed unless it equals n", "best_of")
+        prompt_logprobs = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
+        return self._sampling_params(
+            best_of=self.best_of,
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class Message(RequestBody):
+    """One message of a conversation."""
+
+    unsupported: ClassVar = {"tool_calls": ([],), "annotations": ([],), "function_call": (), "refusal": (), "audio": ()}
+
+    role: Role
+    content: Content
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates read it: its text parts joined by newlines, ``developer`` as ``system``."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message | ({"name": self.name} if self.name else {})
+
+
+class TemplateFields(RequestBody):
+    """How messages become a prompt."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool = False  # the template has them
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _keep_to_the_template(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if taken := _TEMPLATE_ARGUMENTS & kwargs.keys():
+            raise refuse(f"may not hold {min(taken)}")
+        return kwargs
+
+    @model_validator(mode="after")
+    def _one_way_to_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            if "add_generation_prompt" in self.model_fields_set:
+                raise refuse("excludes add_generation_prompt: give one of them", "continue_final_message")
+            self.add_generation_prompt = False
+        return self
+
+
+class ChatRequest(SamplingRequest, TemplateFields):
+    """``POST /v1/chat/completions``."""
+
+    unsupported: ClassVar = {
+        **SamplingRequest.unsupported,
+        "response_format": ({"type": "text"},),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "moderation": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+    }
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    def _param(self, name: str) -> str:
+        if name == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(name, name)
+
+    def sampling_params(self) -> SamplingParams:
+        """How to sample; ``max_tokens`` None means what fits.
+
+        Raises:
+            ApiError: 400, a value is out of its range or two fields contradict each other.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs may only be given when logprobs is true", "top_logprobs")
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            raise bad_request("max_completion_tokens differs from max_tokens: give one of them", "max_completion_tokens")
+        max_tokens = given.pop() if given else None
+        if max_tokens == 0:
+            param = self._param("max_tokens")
+            raise bad_request(f"{param} must be at least 1", param)
+        return self._sampling_params(
+            max_tokens=max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class TokenizeTextRequest(ModelRequest):
+    """``POST /tokenize`` with a text."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeChatRequest(ModelRequest, TemplateFields):
+    """``POST /tokenize`` with messages."""
+
+
+class DetokenizeRequest(ModelRequest):
+    """``POST /detokenize``."""
+
+    tokens: list[int]
