@@ -6,6 +6,7 @@ through the block tables and take the packed ragged batch of a step: decode rows
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,8 @@ class AttentionBatch:
     num_seqs: jax.Array
 
 
+# Traced once for all layers of a kind: tracing it for each would take most of a warm start.
+@partial(jax.jit, static_argnames=("scale", "window", "softcap"))
 def paged_attention_xla(
     q: jax.Array,
     k_layer: jax.Array,

@@ -1,18 +1,20 @@
 """min_p, top_k and top_p without a sort: each is one threshold on a row's logits.
 
-A threshold is found by narrowing an interval whose ends are always logits that occur, so that the cut is exact. All
-functions take G rows z [G, V] of logits that are over temperature already, -inf for tokens that are out.
+A threshold is found by narrowing an interval whose ends are always logits that occur, so that the cut is
+exact. All functions take G rows z [G, V] of logits that are over temperature already, -inf for tokens that
+are out.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pagedjax.vocab_tiles import TILE, best_tiles, first_past, tile_at, tiled, token_id
+from pagedjax.vocab_tiles import TILE, best_tiles, first_past, tile_at, tiled
 
 FINITE = 3.0e38
 """Stands in for infinite logits where arithmetic must not make NaN of them."""
 
+_TINY = 2.0**-126  # smallest normal float32
 _CANDIDATE_TILES = 64  # where a cut is looked for before it is looked for in the whole vocabulary
 
 
@@ -27,7 +29,8 @@ def keep(z: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> 
     Args:
         z: [G, V] f32 without NaN.
         top_k: [G] int32, 0 is off. Tokens tied with the k-th best all stay.
-        top_p: [G] f32, 1 is off. The smallest set whose mass reaches top_p stays, lower ids first among equals.
+        top_p: [G] f32, 1 is off. The smallest set whose mass reaches top_p stays, lower ids first among
+            equals.
         min_p: [G] f32, 0 is off. Tokens less likely than min_p times the best go.
     """
     floor = jnp.where(min_p > 0, peak_of(z) + jnp.log(min_p), -jnp.inf)
@@ -46,56 +49,53 @@ def _cut(z: jax.Array, top_k: jax.Array, top_p: jax.Array, floor: jax.Array) -> 
 
     Returns the lowest logit kept [G], and the highest id kept [G] of those that have exactly this logit.
 
-    A cut above the best value outside the candidate tiles is settled by the candidates alone, as most are; for the
-    others the whole vocabulary is searched.
+    A cut above the best value outside the candidate tiles is settled by the candidates alone, as most are;
+    for the others the whole vocabulary is searched.
     """
     peak = peak_of(z)
     total = _mass(z, jnp.exp(z - peak[:, None]), floor)
-    candidates, numbers, outside = best_tiles(z, _CANDIDATE_TILES)
-    loosest, cut, place = _search(candidates, top_k, top_p, floor, peak, total)
-    last_place = candidates.shape[1] - 1
-    ids = token_id(numbers, jnp.minimum(place, last_place)[:, None])[:, 0]
-    last = jnp.where(place <= last_place, ids, z.shape[1])
-    settled = ((top_k <= 0) & (top_p >= 1)) | (loosest > outside)
+    candidates, _, outside = best_tiles(z, _CANDIDATE_TILES)
+    near = _search(candidates, top_k, top_p, floor, peak, total)
+    settled = ((top_k <= 0) & (top_p >= 1)) | (near[0] > outside)
 
-    def everywhere() -> tuple[jax.Array, jax.Array]:
-        _, wide_cut, wide_last = _search(z, top_k, top_p, floor, peak, total)
-        return jnp.where(settled, cut, wide_cut), jnp.where(settled, last, wide_last)
+    def everywhere() -> tuple[jax.Array, ...]:
+        far = _search(z, top_k, top_p, floor, peak, total)
+        return tuple(jnp.where(settled, a, b) for a, b in zip(near, far, strict=True))
 
-    found: tuple[jax.Array, jax.Array] = lax.cond(settled.all(), lambda: (cut, last), everywhere)
-    return found
+    _, cut, mass = lax.cond(settled.all(), lambda: near, everywhere)
+    unlimited = jnp.full(cut.shape, z.shape[1], jnp.int32)
+    by_mass = top_p < 1
+    last = lax.cond(by_mass.any(), lambda: _last_tie(z, cut, peak, mass), lambda: unlimited)
+    return cut, jnp.where(by_mass, last, unlimited)
 
 
 def _search(
-    z: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    floor: jax.Array,
-    peak: jax.Array,
-    total: jax.Array,
+    z: jax.Array, top_k: jax.Array, top_p: jax.Array, floor: jax.Array, peak: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """top_k, then top_p, among the values z [G, N] of some tokens or all.
 
-    peak [G] and total [G] are the largest logit, and the weight at or above floor [G], in the whole vocabulary.
-    Returns the lower of the two cuts [G], the final one [G], and the highest index [G] kept of those exactly at it
-    (N: all of them).
+    peak [G] and total [G] are the largest logit, and the weight at or above floor [G], in the whole
+    vocabulary. Returns the lower of the two cuts [G], the final one [G], and the weight [G] that top_p keeps.
     """
     weights = jnp.exp(z - peak[:, None])
-    by_count, by_mass = top_k > 0, top_p < 1
-    unlimited = jnp.full(peak.shape, z.shape[1], jnp.int32)
 
-    def count_cut() -> jax.Array:
-        wanted = jnp.where(by_count, top_k, 0).astype(z.dtype)
-        return _threshold(z, jnp.ones_like(z), floor, peak, wanted)
+    def stage(
+        state: tuple[jax.Array, jax.Array], by_mass: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        cut, total = state
+        asked = jnp.where(by_mass, top_p < 1, top_k > 0)
+        wanted = jnp.where(asked, jnp.where(by_mass, top_p * total, top_k.astype(z.dtype)), 0.0)
 
-    def mass_cut() -> tuple[jax.Array, jax.Array]:
-        mass = top_p * jnp.where(by_count, _mass(z, weights, loosest), total)
-        cut = _threshold(z, weights, loosest, peak, jnp.where(by_mass, mass, 0.0))
-        return cut, jnp.where(by_mass, _last_tie(z, weights, cut, peak, mass), unlimited)
+        def narrow() -> tuple[jax.Array, jax.Array]:
+            found = _threshold(z, jnp.where(by_mass, weights, 1.0), cut, peak, wanted)
+            return found, jnp.where(asked, _mass(z, weights, found), total)
 
-    loosest = lax.cond(by_count.any(), count_cut, lambda: floor)
-    cut, last = lax.cond(by_mass.any(), mass_cut, lambda: (loosest, unlimited))
-    return jnp.where(by_count, loosest, cut), cut, last
+        cut, total = lax.cond(asked.any(), narrow, lambda: state)
+        return (cut, total), (cut, wanted)
+
+    # A loop of two, so that the search is compiled once.
+    _, (cuts, wanted) = lax.scan(stage, (floor, total), jnp.array([False, True]))
+    return jnp.where(top_k > 0, cuts[0], cuts[1]), cuts[1], wanted[1]
 
 
 def _mass(z: jax.Array, weights: jax.Array, floor: jax.Array) -> jax.Array:
@@ -108,9 +108,9 @@ def _threshold(
 ) -> jax.Array:
     """The largest threshold [G], not below `floor`, at or above which lies at least the weight `wanted` [G].
 
-    Rows whose `wanted` is 0 or more than there is keep their floor. The answer lies in [low, high], both of them
-    values of z; each pass weighs what lies at and above one point between them and moves an end to the next value
-    that occurs, so that a tie of many tokens ends the search as a single one does.
+    Rows whose `wanted` is 0 or more than there is keep their floor. The answer lies in [low, high], both of
+    them values of z; each pass weighs what lies at and above one point between them and moves an end to the
+    next value that occurs, so that a tie of many tokens ends the search as a single one does.
     """
     low = jnp.where(z >= jnp.maximum(floor, -FINITE)[:, None], z, jnp.inf).min(axis=1)
     low = jnp.minimum(low, peak)
@@ -137,7 +137,7 @@ def _threshold(
 
 
 def _ordinal_middle(low: jax.Array, high: jax.Array) -> jax.Array:
-    """The float32 half-way in the order of floats: some 32 such steps end any search, whatever the magnitudes."""
+    """The float32 half-way in the order of floats: some 32 such steps end any search at all."""
 
     def flip(i: jax.Array) -> jax.Array:  # its own inverse; makes the integer image monotone
         return jnp.where(i < 0, i ^ 0x7FFFFFFF, i)
@@ -147,14 +147,12 @@ def _ordinal_middle(low: jax.Array, high: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(flip((a & b) + ((a ^ b) >> 1)), jnp.float32)
 
 
-def _last_tie(
-    z: jax.Array, weights: jax.Array, cut: jax.Array, peak: jax.Array, mass: jax.Array
-) -> jax.Array:
-    """Highest index [G] kept of those exactly at a top_p cut [G]: just enough for `mass` [G], lower ids first."""
+def _last_tie(z: jax.Array, cut: jax.Array, peak: jax.Array, mass: jax.Array) -> jax.Array:
+    """Highest id [G] kept of those at a top_p cut [G]: just enough for `mass` [G], lower ids first."""
     tied = z == cut[:, None]
     count = tied.sum(axis=1)
-    above = jnp.where(z > cut[:, None], weights, 0.0).sum(axis=1)
-    each = jnp.maximum(jnp.exp(cut - peak), jnp.finfo(jnp.float32).tiny)
+    above = jnp.where(z > cut[:, None], jnp.exp(z - peak[:, None]), 0.0).sum(axis=1)
+    each = jnp.maximum(jnp.exp(cut - peak), _TINY)
     needed = jnp.minimum(jnp.maximum(jnp.ceil((mass - above) / each), 1), count)
 
     def find() -> jax.Array:

@@ -1,8 +1,8 @@
 """The engine's numbers, kept as plain Python and shown in Prometheus' text format.
 
-Ground floor: it knows nothing of the engine. An observation is a few additions under one lock that nobody else holds
-for long; names, prefix and the ``model_name`` label are put on only when someone looks (``render``, ``as_dict``).
-Names and buckets are those of vLLM where it has the same metric, so that its dashboards read these.
+Ground floor: it knows nothing of the engine. An observation is a few additions under one lock that nobody
+holds for long; prefix and the ``model_name`` label are put on only when someone looks (``render``). Names and
+buckets are those of vLLM where it has the same metric, so that its dashboards read these.
 """
 
 import threading
@@ -29,7 +29,7 @@ _REQUEST_SECONDS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_STEP_SECONDS = tuple(m * 10.0**e for e in range(-5, 1) for m in (1, 2, 5)) + (10.0,)
+_STEP_SECONDS = (*(m * 10.0**e for e in range(-5, 1) for m in (1, 2, 5)), 10.0)
 
 _GAUGES = {
     "num_requests_running": "Sequences that hold a place in the running batch.",
@@ -94,7 +94,9 @@ def _histograms(max_model_len: int) -> dict[str, _Histogram]:
         ),
         "e2e_request_latency_seconds": _Histogram("From arrival to the end.", _REQUEST_SECONDS),
         "request_queue_time_seconds": _Histogram("From arrival until first scheduled.", _REQUEST_SECONDS),
-        "request_prefill_time_seconds": _Histogram("From first scheduled to the first token.", _REQUEST_SECONDS),
+        "request_prefill_time_seconds": _Histogram(
+            "From first scheduled to the first token.", _REQUEST_SECONDS
+        ),
         "request_decode_time_seconds": _Histogram("From the first token to the last.", _REQUEST_SECONDS),
         "request_prompt_tokens": _Histogram("Prompt tokens, by request.", tokens),
         "request_generation_tokens": _Histogram("Tokens generated, by request.", tokens),
@@ -122,7 +124,9 @@ class Metrics:
     ``max_model_len`` (tokens) bounds the buckets of the histograms that count a request's tokens.
     """
 
-    def __init__(self, model_name: str, prefix: str = DEFAULT_PREFIX, *, max_model_len: int = 131_072) -> None:
+    def __init__(
+        self, model_name: str, prefix: str = DEFAULT_PREFIX, *, max_model_len: int = 131_072
+    ) -> None:
         self.model_name = model_name
         self.prefix = prefix
         self._lock = threading.Lock()
@@ -205,7 +209,7 @@ class Metrics:
         self._count("generation_tokens", n)
 
     def observe_preemption(self, mode: str, recomputed_tokens: int) -> None:
-        """A sequence lost its blocks (``mode`` recompute or swap), and so many tokens must be computed again."""
+        """A sequence lost its blocks (``mode`` recompute or swap); so many tokens are computed again."""
         with self._lock:
             self._add_labelled("num_preemptions", mode, 1)
             self._counters["recomputed_tokens"] += recomputed_tokens
@@ -239,8 +243,8 @@ class Metrics:
     def as_dict(self) -> dict[str, float]:
         """The numbers by name, without prefix.
 
-        A histogram gives ``name_count`` and ``name_sum``; a labelled metric gives ``name{label=value}`` for each
-        value and their sum as ``name``.
+        A histogram gives ``name_count`` and ``name_sum``; a labelled metric gives ``name{label=value}`` for
+        each value and their sum as ``name``.
         """
         with self._lock:
             numbers: dict[str, float] = {**self._gauges, **self._counters}
@@ -261,13 +265,21 @@ class Metrics:
             for name, documentation in _GAUGES.items():
                 metrics.append(_metric(prefix + name, documentation, "gauge", [(labels, self._gauges[name])]))
             for name, documentation in _COUNTERS.items():
-                metrics.append(_metric(prefix + name, documentation, "counter", [(labels, self._counters[name])]))
+                metrics.append(
+                    _metric(prefix + name, documentation, "counter", [(labels, self._counters[name])])
+                )
             for name, (kind, label, documentation) in _LABELLED.items():
-                samples = [(labels | {label: value}, number) for value, number in self._labelled[name].items()]
+                samples = [
+                    (labels | {label: value}, number) for value, number in self._labelled[name].items()
+                ]
                 metrics.append(_metric(prefix + name, documentation, kind, samples))
             info = [(labels | self._cache_config, 1.0)] if self._cache_config else []
-            metrics.append(_metric(prefix + "cache_config_info", "Settings of the KV cache, as labels.", "gauge", info))
-            metrics += [histogram.metric(prefix + name, labels) for name, histogram in self._histograms.items()]
+            metrics.append(
+                _metric(prefix + "cache_config_info", "Settings of the KV cache, as labels.", "gauge", info)
+            )
+            metrics += [
+                histogram.metric(prefix + name, labels) for name, histogram in self._histograms.items()
+            ]
         return metrics
 
     def _observe(self, name: str, value: float) -> None:
@@ -283,7 +295,9 @@ class Metrics:
         values[value] = values.get(value, 0) + n
 
 
-def _metric(name: str, documentation: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]) -> Metric:
+def _metric(
+    name: str, documentation: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]
+) -> Metric:
     metric = Metric(name, documentation, kind)
     for labels, value in samples:
         metric.add_sample(f"{name}_total" if kind == "counter" else name, labels, value)

@@ -1,10 +1,8 @@
-"""A request, the sequences it is answered with, and what the caller gets back. Plain host data: no device, no clock."""
+"""The sequences that answer a request, and what its caller gets back. Plain host data: no device, no clock."""
 
+import dataclasses
 import enum
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-
-from pagedjax.config import SamplingParams
 
 
 class SequenceState(enum.Enum):
@@ -35,7 +33,10 @@ class Sequence:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     lane: int = -1  # row in the device's table of last sampled tokens while running
-    num_preemptions: int = 0
+    admission: int = -1  # number of the admission that gave it its lane and blocks; never used twice
+    # Some constraints (a bad word of several tokens) need the last token's value on the host, so that the next
+    # token cannot be planned while it is still being sampled.
+    waits_for_token: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -48,25 +49,14 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     @property
+    def num_known_output(self) -> int:
+        """Output tokens that the host knows."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
     def output_token_ids(self) -> list[int]:
         """Output tokens that the host knows."""
         return self.token_ids[self.num_prompt :]
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt with its parameters and the sequences that answer it."""
-
-    request_id: str
-    prompt_token_ids: ListLike[int]
-    params: SamplingParams
-    sequences: list[Sequence]
-    prompt: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether every sequence has ended."""
-        return all(s.state is SequenceState.FINISHED for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +115,35 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None  # why it ended with finish_reason "error"
+
+
+class OutputCollector:
+    """Joins a request's deltas into the whole output so far."""
+
+    def __init__(self) -> None:
+        self._whole: RequestOutput | None = None
+
+    def add(self, delta: RequestOutput) -> RequestOutput:
+        """The request's output up to and with ``delta``; what was returned before does not change."""
+        before = {out.index: out for out in self._whole.outputs} if self._whole else {}
+        joined = dict(before)
+        for new in delta.outputs:
+            joined[new.index] = _join(before.get(new.index), new)
+        prompt_logprobs = delta.prompt_logprobs or (self._whole.prompt_logprobs if self._whole else None)
+        outputs = [joined[index] for index in sorted(joined)]
+        self._whole = dataclasses.replace(delta, outputs=outputs, prompt_logprobs=prompt_logprobs)
+        return self._whole
+
+
+def _join(old: CompletionOutput | None, new: CompletionOutput) -> CompletionOutput:
+    if old is None:
+        return new
+    return CompletionOutput(
+        index=new.index,
+        text=old.text + new.text,
+        token_ids=old.token_ids + new.token_ids,
+        cumulative_logprob=new.cumulative_logprob,
+        logprobs=None if new.logprobs is None else (old.logprobs or []) + new.logprobs,
+        finish_reason=new.finish_reason or old.finish_reason,
+        stop_reason=new.stop_reason if new.stop_reason is not None else old.stop_reason,
+    )

@@ -1,12 +1,13 @@
 """From logits to tokens, on the device: the logit pipeline, the draw, and log-probabilities.
 
-The order is vLLM's: logit_bias and masks, penalties, temperature, min_p, top_k, top_p; log-probabilities are of the
-raw distribution. Three decisions shape the file:
+The order is vLLM's: logit_bias and masks, penalties, temperature, min_p, top_k, top_p; log-probabilities are
+of the raw distribution. Three decisions shape the file:
 
-* Every option is a row's own data and no option is a shape. `lax.cond` on "does a row here ask for it" keeps what
-  nobody asked for from being paid.
-* On a CPU, rows go through one after the other: one row fits the cache, pays for its own options only, and its sums
-  run in the same order whatever the row count and the neighbours. An accelerator takes all rows at once.
+* Every option is a row's own data and no option is a shape. `lax.cond` on "does a row here ask for it" keeps
+  what nobody asked for from being paid.
+* On a CPU, rows go through one after the other: one row fits the cache, pays for its own options only, and
+  its sums run in the same order whatever the row count and the neighbours. An accelerator takes all rows at
+  once.
 * Nothing is sorted over the vocabulary: `cuts` and `vocab_tiles` say how.
 """
 
@@ -27,7 +28,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy, as in vLLM."""
 
 HistoryFn = Callable[[jax.Array], jax.Array]
-"""Row index (int32 scalar) -> that row's token ids [H] int32, H static; those from history_len on are garbage."""
+"""Row index (int32 scalar) -> that row's token ids [H] int32, H static; garbage from history_len on."""
 
 Logprobs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """Logprob, rank, ids of the best tokens, their logprobs: the last four fields of SampleOutput."""
@@ -122,7 +123,7 @@ def token_logprobs(logits: jax.Array, targets: jax.Array) -> Logprobs:
     return _by_group(_logprobs, logits, targets, jnp.full(targets.shape, TOP_LOGPROBS, jnp.int32))
 
 
-# ---- who asks for what ------------------------------------------------------------------------------------------
+# ---- who asks for what -----------------------------------------------------------------------------------
 
 
 def _asks(s: SamplingInput, vocab: int) -> jax.Array:
@@ -142,7 +143,7 @@ def _penalised(s: SamplingInput) -> jax.Array:
     return (s.repetition_penalty != 1) | (s.frequency_penalty != 0) | (s.presence_penalty != 0)
 
 
-# ---- the pipeline, for one group --------------------------------------------------------------------------------
+# ---- the pipeline, for one group -------------------------------------------------------------------------
 
 
 def _choose(logits: jax.Array, s: SamplingInput, rows: jax.Array, history_fn: HistoryFn) -> jax.Array:
@@ -185,7 +186,7 @@ def _adjust(logits: jax.Array, s: SamplingInput, rows: jax.Array, history_fn: Hi
 
 
 def _penalise_row(z: jax.Array, s: SamplingInput, history: jax.Array) -> jax.Array:
-    """Repetition (prompt and output), then frequency and presence (output only), on one row: z [V], history [H]."""
+    """On one row, z [V]: repetition (prompt and output), then frequency and presence (output only)."""
     vocab = z.shape[0]
     index = jnp.arange(history.shape[0])
     known = jnp.where((index < s.history_len) & (history >= 0), history, vocab)
@@ -214,7 +215,7 @@ def _kept(z: jax.Array, s: SamplingInput) -> jax.Array:
     )
 
 
-# ---- the draw ---------------------------------------------------------------------------------------------------
+# ---- the draw --------------------------------------------------------------------------------------------
 
 
 def _uniforms(key: jax.Array, position: jax.Array) -> jax.Array:
@@ -230,8 +231,8 @@ def _uniforms(key: jax.Array, position: jax.Array) -> jax.Array:
 def _draw(weights: jax.Array, u: jax.Array) -> jax.Array:
     """A token [G] in proportion to weights [G, V] >= 0, by inverse distribution function; -1 where all are 0.
 
-    One uniform number (u [G, 2]) picks a tile of tokens, the other a token inside it: float32 has too few digits
-    for one number to give every one of 262,144 tokens its due.
+    One uniform number (u [G, 2]) picks a tile of tokens, the other a token inside it: float32 has too few
+    digits for one number to give every one of 262,144 tokens its due.
     """
     tiles = tiled(weights, 0.0)
     sums = tiles.sum(axis=2)
@@ -241,7 +242,7 @@ def _draw(weights: jax.Array, u: jax.Array) -> jax.Array:
     return jnp.where(tile >= 0, tile * TILE + inside, -1)
 
 
-# ---- log-probabilities ------------------------------------------------------------------------------------------
+# ---- log-probabilities -----------------------------------------------------------------------------------
 
 
 def _logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array) -> Logprobs:
@@ -276,11 +277,11 @@ def _no_logprobs(rows: int) -> Logprobs:
     )
 
 
-# ---- groups of rows ---------------------------------------------------------------------------------------------
+# ---- groups of rows --------------------------------------------------------------------------------------
 
 
 def _by_group[T](function: Callable[..., T], *arrays: object) -> T:
-    """Apply a function of [G, ...] arrays to [R, ...] arrays: G = 1 on a CPU, one after the other, else G = R."""
+    """Apply a function of [G, ...] arrays to [R, ...] arrays: on a CPU G = 1, row by row, else G = R."""
 
     def one(row: object) -> T:
         result: T = jax.tree.map(lambda a: a[0], function(*jax.tree.map(lambda a: a[None], row)))

@@ -1,13 +1,15 @@
-"""What each lane asks of the sampler, kept as NumPy arrays so that a step's sampling input is a few vectorised takes."""
+"""What each lane asks of the sampler, in NumPy arrays: a step's sampling input is a few vectorised takes."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedjax.config import SamplingParams
 
-Array = np.ndarray
+Array = npt.NDArray[Any]
 
 _PLAIN: dict[str, tuple[type, float]] = {  # field -> dtype, and the value that asks for nothing
     "temperature": (np.float32, 0.0),
@@ -25,8 +27,8 @@ _PLAIN: dict[str, tuple[type, float]] = {  # field -> dtype, and the value that 
 def derive_key(seed: int, sample_index: int) -> tuple[int, int]:
     """The random key of one of a request's n samples: two 32-bit words (high, low).
 
-    Sample 0 has the seed itself (taken modulo 2^64), so that `n` does not change the first sample; the others have
-    a BLAKE2b hash of seed and index.
+    Sample 0 has the seed itself (taken modulo 2^64), so that `n` does not change the first sample; the others
+    have a BLAKE2b hash of seed and index.
     """
     seed %= 1 << 64
     if sample_index == 0:
@@ -49,7 +51,7 @@ class SamplingRows:
 
     def __init__(self, num_lanes: int, vocab_size: int, max_bias: int) -> None:
         self.vocab_size = vocab_size
-        self._plain = {
+        self._plain: dict[str, Array] = {
             name: np.full(num_lanes + 1, nothing, dtype) for name, (dtype, nothing) in _PLAIN.items()
         }
         self._key = np.zeros((num_lanes + 1, 2), np.uint32)
@@ -94,7 +96,7 @@ class SamplingRows:
         self._use_mask[lane] = False
 
     def forbid(self, lane: int, token_ids: Sequence[int] | Array) -> None:
-        """Forbid tokens to a lane, on top of its allowed_token_ids, until `clear_forbidden`. Ids >= V are ignored."""
+        """Forbid tokens to a lane, whatever it allows, until `clear_forbidden`. Ids >= V are ignored."""
         mask = self._current.get(lane)
         if mask is None:
             mask = self._current[lane] = self._static.get(lane, self._full_mask).copy()
@@ -109,10 +111,10 @@ class SamplingRows:
             self._use_mask[lane] = lane in self._static
 
     def take(self, lanes: Sequence[int] | Array, rows: int) -> dict[str, Array | None]:
-        """Sampling settings of `lanes`, in their order, padded to `rows` rows that are greedy and ask for nothing.
+        """Sampling settings of `lanes`, in order, padded to `rows` rows that are greedy and ask for nothing.
 
-        Returns the fields of the device's SamplingInput by name, all but `history_len` and `position`, which the
-        step knows. `bias_ids` and `bias_values`, and `allowed`, are None when no lane taken uses them.
+        Returns the fields of the device's SamplingInput by name, all but `history_len` and `position`, which
+        the step knows. `bias_ids` and `bias_values`, and `allowed`, are None when no lane taken uses them.
         """
         index = np.full(rows, self._padding, np.intp)
         index[: len(lanes)] = lanes

@@ -27,12 +27,20 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Preemption:
+    """A sequence that lost its blocks, and how many of its tokens must be computed again."""
+
+    sequence: Sequence
+    num_lost: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulePlan:
     """One step: decode rows first (one token each, all of them sample), then prefill chunks, each in arrival order."""
 
     decodes: tuple[ScheduledSequence, ...]
     prefills: tuple[ScheduledSequence, ...]
-    preempted: tuple[Sequence, ...]
+    preemptions: tuple[Preemption, ...]
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
         yield from self.decodes
@@ -67,6 +75,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in arrival order
         self._free_lanes = list(range(max_num_seqs - 1, -1, -1))
+        self._num_admissions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -99,7 +108,7 @@ class Scheduler:
         """
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
-        preempted: list[Sequence] = []
+        preempted: list[Preemption] = []
         # Decodes have their token set aside, so that an older prompt's chunks never stop a running stream.
         wanted = [(sequence, self._wanted(sequence)) for sequence in self.running]
         budget = self.token_budget - sum(count == 1 for _, count in wanted)
@@ -115,10 +124,7 @@ class Scheduler:
             if not self._fits(sequence):
                 break  # nobody overtakes the first in line
             count = min(self._wanted(sequence), budget)
-            self.waiting.popleft()
-            sequence.state = SequenceState.RUNNING
-            sequence.lane = self._free_lanes.pop()
-            self.running.append(sequence)
+            self._admit(sequence)
             self._grow(sequence, count)
             budget -= count
             self._take(sequence, count, decodes, prefills)
@@ -127,6 +133,8 @@ class Scheduler:
     def _wanted(self, sequence: Sequence) -> int:
         """Tokens to compute; none once every output token it may have is known or being sampled."""
         if sequence.num_output >= sequence.max_tokens > 0:
+            return 0
+        if sequence.waits_for_token and sequence.num_pending:
             return 0
         return sequence.num_tokens - sequence.num_computed
 
@@ -153,13 +161,13 @@ class Scheduler:
         missing = self._missing(sequence, sequence.num_computed + count)
         sequence.block_table.extend(self.pool.allocate(missing))
 
-    def _make_room(self, sequence: Sequence, count: int, preempted: list[Sequence]) -> bool:
+    def _make_room(self, sequence: Sequence, count: int, preempted: list[Preemption]) -> bool:
         """Give the sequence blocks for ``count`` more tokens, at the expense of younger ones, or of itself."""
         missing = self._missing(sequence, sequence.num_computed + count)
         while missing > self.pool.num_free:
             victim = self.running[-1]
+            preempted.append(Preemption(victim, victim.num_computed))
             self._preempt(victim)
-            preempted.append(victim)
             if victim is sequence:
                 return False
         self._grow(sequence, count)
@@ -173,12 +181,19 @@ class Scheduler:
         promised = sum(1 + self._missing(s, s.num_tokens) for s in self.running)
         return self._missing(sequence, sequence.num_tokens) + promised <= self.pool.num_free
 
+    def _admit(self, sequence: Sequence) -> None:
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.state = SequenceState.RUNNING
+        sequence.lane = self._free_lanes.pop()
+        sequence.admission = self._num_admissions
+        self._num_admissions += 1
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
-        sequence.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:

@@ -1,8 +1,8 @@
 """Text to token ids and back, and chat messages to text: a thin layer over Hugging Face's ``tokenizers``.
 
-Not over ``transformers``: importing it takes 1.5 s and prints a warning where PyTorch is missing, and loading
-the same tokenizer.json through it takes longer still. What it adds is little: the settings in
-tokenizer_config.json, read here, and the chat template, which is a Jinja template in a sandbox.
+Not over ``transformers``: importing it takes 0.6 to 1.5 s more and prints a warning where PyTorch is missing,
+and a vocabulary of 262,144 then loads in 1.1 s instead of 0.8 s (measured on 2 shared cores). What it adds is
+little: the settings in tokenizer_config.json, read here, and the chat template, Jinja in a sandbox.
 """
 
 import json

@@ -28,10 +28,10 @@ PROMPTS = {
     "emoji_chinese": "今天天气很好 🌞, 我们去公园 🏞️ and then",
     "python": "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
     "paragraph": (
-        "The lighthouse had stood on the northern cliff for more than two hundred years, and in all that time its "
-        "lamp had failed only once. On that night, the keeper's daughter rowed out alone through the storm, carrying "
-        "a lantern and a coil of rope, because three fishing boats were still somewhere beyond the reef. By morning "
-        "the whole village knew what she"
+        "The lighthouse had stood on the northern cliff for more than two hundred years, and in all that "
+        "time its lamp had failed only once. On that night, the keeper's daughter rowed out alone through "
+        "the storm, carrying a lantern and a coil of rope, because three fishing boats were still somewhere "
+        "beyond the reef. By morning the whole village knew what she"
     ),
     "word": "Hello",
 }
@@ -40,13 +40,14 @@ STRINGS, KEPT = 400, 40
 
 
 def random_strings(count: int) -> list[str]:
-    """Strings of words, spaces, line ends, digits, scripts, emoji, combining marks and arbitrary code points."""
+    """Strings of words, spaces, line ends, digits, scripts, emoji, combining marks and odd code points."""
     chooser = random.Random(270)
     pieces = [
-        " ", "  ", "     ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u2581", "the", "The", "don't", "WORLD", "x1",
-        "3.14159", "2024", "007", "==", "->", "{}", "</div>", "<table>", "<eos>", "<0x0A>", "e\u0301", "é", "ß", "ñ",
-        "日本語", "東京", "한국어", "Привет", "שלום", "مرحبا", "ไทย", "हिन्दी", "😀", "👩‍👩‍👧‍👦", "🏳️‍🌈", "🇫🇷", "\u200b",
-        "\ufeff", "\x00", "\x1b", "𝔘𝔫𝔦", "😶‍🌫️", "½", "…", "—",
+        " ", "  ", "     ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u2581", "the",
+        "The", "don't", "WORLD", "x1", "3.14159", "2024", "007", "==", "->", "{}",
+        "</div>", "<table>", "<eos>", "<0x0A>", "e\u0301", "é", "ß", "ñ", "日本語", "東京",
+        "한국어", "Привет", "שלום", "مرحبا", "ไทย", "हिन्दी", "😀", "👩‍👩‍👧‍👦", "🏳️‍🌈", "🇫🇷",
+        "\u200b", "\ufeff", "\x00", "\x1b", "𝔘𝔫𝔦", "😶‍🌫️", "½", "…", "—",
     ]  # fmt: skip
     made = []
     for _ in range(count):
@@ -77,6 +78,7 @@ def greedy(model: PreTrainedModel, ids: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,7 +103,7 @@ def main() -> None:
     if options.all_strings is not None:
         options.all_strings.write_text(json.dumps(strings))
     golden = {
-        "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, eager, greedy",
+        "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, eager",
         "cases": cases,
         "strings": strings[:KEPT],
     }

@@ -46,7 +46,7 @@ fingerprint() {
 logged_pip() {
     local log="$venv/install.log"
     if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check "$@" 2>&1 | tee -a "$log" |
-        sed --unbuffered --quiet 's/^ *Downloading \([^ ]*\) (\([0-9.]* [MG]B\))$/  \1, \2/p' >&2; then
+        sed --unbuffered --quiet 's/^ *Downloading \([^-]*-[^-]*\)-[^ ]* (\([0-9.]* [MG]B\))$/  \1, \2/p' >&2; then
         tail -n 15 "$log" >&2
         die "the installation failed, its last lines are above, all of it is in $log"
     fi
@@ -62,7 +62,7 @@ install_venv() {
     # The mark outlives an installation that is cut off, and tells the next run to start afresh.
     touch "$unfinished"
     : >"$venv/install.log"
-    say "installing the packages of $lock (some 700 MB if none is here yet)"
+    say "installing the packages of $lock (some 450 MB if none is here yet)"
     logged_pip --require-hashes --no-deps --requirement "$root/$lock"
     say "installing pagedjax itself"
     logged_pip --no-build-isolation --no-deps --editable "$root"

@@ -12,6 +12,7 @@ import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -33,10 +34,12 @@ _log = logging.getLogger("pagedjax.server")
 def create_app(engine: AsyncLLM | Callable[[], AsyncLLM], config: ServerConfig) -> web.Application:
     """The application around an engine, or around a function that makes one.
 
-    A function is called in a thread when the application starts; until it returns, requests get a 503. The future
-    under ``LOADED`` holds what came of it. The engine is shut down with the application.
+    A function is called in a thread when the application starts; until it returns, requests get a 503. The
+    future under ``LOADED`` holds what came of it. The engine is shut down with the application.
     """
-    app = web.Application(middlewares=[answer_errors, allow_origin, check_key], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(
+        middlewares=[answer_errors, allow_origin, check_key], client_max_size=MAX_BODY_BYTES
+    )
     app[STATE] = ServerState(config)
     app.add_routes(routes())
     app.on_response_prepare.append(add_headers)
@@ -82,7 +85,7 @@ def _load(load: Callable[[], AsyncLLM]) -> "asyncio.Future[AsyncLLM]":
     def work() -> None:
         try:
             llm = load()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (who waits for the future raises it)
             result.set_exception(error)
         else:
             result.set_result(llm)
@@ -95,8 +98,8 @@ def _load(load: Callable[[], AsyncLLM]) -> "asyncio.Future[AsyncLLM]":
 def serve(config: ServerConfig, load: Callable[[], AsyncLLM]) -> int:
     """Serve the engine that ``load`` makes until SIGTERM or SIGINT; the exit status.
 
-    The port is bound first and answers 503 while ``load`` runs. The first signal lets running requests end, within
-    ``shutdown_timeout`` seconds; the second ends the process at once.
+    The port is bound first and answers 503 while ``load`` runs. The first signal lets running requests end,
+    within ``shutdown_timeout`` seconds; the second ends the process at once.
 
     Raises:
         UserError: the address is taken or wrong, a TLS file cannot be read, or ``load`` raised it.
@@ -107,7 +110,7 @@ def serve(config: ServerConfig, load: Callable[[], AsyncLLM]) -> int:
     with listener:
         loading_is_over = asyncio.run(_serve(config, load, listener, tls))
     if not loading_is_over:
-        # Compilers and the like that still run in the loading thread must not meet an interpreter that is half gone.
+        # What still runs in the loading thread, such as a compiler, must not meet a half-gone interpreter.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -126,7 +129,8 @@ async def _serve(
         await web.SockSite(runner, listener, ssl_context=tls, backlog=1024).start()
         stopping = asyncio.ensure_future(stop.wait())
         loaded = app[LOADED]
-        await asyncio.wait({loaded, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        futures: set[asyncio.Future[Any]] = {loaded, stopping}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
             loaded.result()  # raises what load raised
             _announce(config, listener, tls)
@@ -166,17 +170,23 @@ def _stop_on_signals() -> asyncio.Event:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except socket.gaierror as error:
         raise UserError(f"--host {host} is no address of this machine: {error.strerror}") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is taken: choose another with --port, or --port 0 for any free one"
+            message = (
+                f"port {port} on {host} is taken: choose another with --port, or --port 0 for any free one"
+            )
         elif error.errno == errno.EACCES:
             message = f"port {port} needs more rights than this user has: choose one above 1023 with --port"
         else:
-            message = f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; see --host and --port"
+            message = (
+                f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; see --host and --port"
+            )
         raise UserError(message) from None
 
 

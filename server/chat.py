@@ -42,7 +42,9 @@ async def chat_prompt(llm: AsyncLLM, body: TemplateFields) -> str:
         ApiError: 400, the model has no template, or the template refuses the messages.
     """
     if llm.tokenizer is None:
-        raise bad_request("this model has no tokenizer, and so no chat: send token ids to /v1/completions", "messages")
+        raise bad_request(
+            "this model has no tokenizer, and so no chat: send token ids to /v1/completions", "messages"
+        )
     try:
         # In a thread: long conversations must not hold up everybody's streams.
         return await asyncio.to_thread(
@@ -104,7 +106,12 @@ class ChatShape:
         if self._body.logprobs:
             top = self._body.top_logprobs or 0
             logprobs = chat_logprobs(news.token_ids, news.logprobs or (), top, self._tokenizer)
-        choice = {"index": news.index, name: content, "logprobs": logprobs, "finish_reason": news.finish_reason}
+        choice = {
+            "index": news.index,
+            name: content,
+            "logprobs": logprobs,
+            "finish_reason": news.finish_reason,
+        }
         choice["stop_reason"] = news.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = list(news.token_ids)
@@ -113,7 +120,8 @@ class ChatShape:
     def _of_the_prompt(self, output: RequestOutput) -> dict[str, Any]:
         about: dict[str, Any] = {}
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            about["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            entries, top = output.prompt_logprobs, self._body.prompt_logprobs
+            about["prompt_logprobs"] = prompt_logprobs(output.prompt_token_ids, entries, top)
         if self._body.return_token_ids:
             about["prompt_token_ids"] = list(output.prompt_token_ids)
         return about

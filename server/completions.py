@@ -8,12 +8,14 @@ from aiohttp import web
 from pagedjax import CompletionOutput, RequestOutput
 from pagedjax.tokenizer import Tokenizer
 from server.body import read_body
-from server.generation import Generation, Usage, answer, new_id
 from server.gate import check_model
-from server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
+from server.generation import Generation, Usage, answer, new_id
+from server.logprobs import TextOffsets, completion_logprobs, likeliest_entries, prompt_logprobs
 from server.protocol import CompletionRequest
 from server.sse import ChoiceEvents
 from server.state import STATE
+
+_WORTH_SENDING = ("text", "finish_reason", "logprobs", "token_ids", "prompt_logprobs", "prompt_token_ids")
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -40,7 +42,10 @@ class CompletionShape:
         self._body = generation.body
         self._tokenizer = tokenizer
         self._envelope = {
-            **{"id": generation.id, "object": "text_completion", "created": generation.created, "model": model_name},
+            "id": generation.id,
+            "object": "text_completion",
+            "created": generation.created,
+            "model": model_name,
         }
         self._events = ChoiceEvents(self._envelope, usage=self._body.include_usage)
         self._choices: dict[int, _Choice] = {}
@@ -54,8 +59,8 @@ class CompletionShape:
     def events(self, index: int, delta: RequestOutput) -> Iterator[bytes]:
         """An event for each choice that has something new to show."""
         for choice in self._news(index, delta):
-            # A token may bring no text yet: the rest of its character, or of what may be a stop string, is to come.
-            if choice["text"] or choice["finish_reason"] or choice["logprobs"] or self._body.return_token_ids:
+            # A token may bring no text yet: the rest of its character or of a stop string may be to come.
+            if any(choice.get(key) for key in _WORTH_SENDING):
                 yield self._events.choice(choice)
 
     def usage_event(self, usage: Usage) -> dict[str, Any]:
@@ -82,14 +87,19 @@ class _Choice:
         self._number = number
         self._body = body
         self._tokenizer = tokenizer
-        self._offsets = TextOffsets(tokenizer=tokenizer, skip_special_tokens=body.skip_special_tokens)
+        self._offsets = TextOffsets(
+            tokenizer=tokenizer, skip_special_tokens=body.skip_special_tokens, from_start=body.echo
+        )
 
-    def first(self, output: RequestOutput, news: CompletionOutput, prompt_entries: list[Any] | None) -> dict[str, Any]:
+    def first(
+        self, output: RequestOutput, news: CompletionOutput, prompt_entries: list[Any] | None
+    ) -> dict[str, Any]:
         """The choice with its first output, and what was asked for of the prompt."""
         prompt_ids = output.prompt_token_ids
         before = None
         if self._body.echo and self._body.logprobs is not None:
-            before = completion_logprobs(prompt_ids, prompt_entries or (), self._tokenizer, self._offsets)
+            entries = likeliest_entries(prompt_ids, prompt_entries or (), self._body.logprobs)
+            before = completion_logprobs(prompt_ids, entries, self._tokenizer, self._offsets)
         text = self._prompt_text(output) if self._body.echo else ""
         self._offsets.position = len(text)
         choice = self.further(news)
@@ -97,7 +107,9 @@ class _Choice:
         if before is not None:
             choice["logprobs"] = {key: values + choice["logprobs"][key] for key, values in before.items()}
         if self._body.prompt_logprobs is not None and prompt_entries is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt_entries)
+            choice["prompt_logprobs"] = prompt_logprobs(
+                prompt_ids, prompt_entries, self._body.prompt_logprobs
+            )
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(prompt_ids)
         return choice
@@ -106,7 +118,9 @@ class _Choice:
         """The choice with what is new."""
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = completion_logprobs(news.token_ids, news.logprobs or (), self._tokenizer, self._offsets)
+            logprobs = completion_logprobs(
+                news.token_ids, news.logprobs or (), self._tokenizer, self._offsets
+            )
         choice: dict[str, Any] = {
             "index": self._number,
             "text": news.text,
@@ -122,4 +136,8 @@ class _Choice:
         if output.prompt is not None:
             return output.prompt
         skip = self._body.skip_special_tokens
-        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip) if self._tokenizer else ""
+        return (
+            self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+            if self._tokenizer
+            else ""
+        )

@@ -61,7 +61,10 @@ class ServerConfig:
                 raise UserError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
         if self.shutdown_timeout < 0:
             raise UserError(f"--shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout:g}")
-        for flag, seconds in (("--hang-timeout", self.hang_timeout), ("--request-timeout", self.request_timeout)):
+        for flag, seconds in (
+            ("--hang-timeout", self.hang_timeout),
+            ("--request-timeout", self.request_timeout),
+        ):
             if seconds is not None and seconds <= 0:
                 raise UserError(f"{flag} must be above 0 seconds, got {seconds:g}")
         if self.chat_template is not None:

@@ -18,7 +18,7 @@ _log = logging.getLogger("pagedjax.server")
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP status, what went wrong, and the request field (``param``) that is to blame."""
+    """An answer that is an error: HTTP status, what went wrong, and the field (``param``) to blame."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
         _log.error("request failed in the engine: %s", error, extra={"request_id": request_id})
     else:
         _log.error("request failed", exc_info=error, extra={"request_id": request_id})
-    return ApiError(500, f"internal error: the server's log has more under {request_id}", code="internal_error")
+    return ApiError(
+        500, f"internal error: the server's log has more under {request_id}", code="internal_error"
+    )
 
 
 def _http_error(error: web.HTTPException) -> ApiError:

@@ -14,7 +14,8 @@ OWN_ERROR = "pagedjax"  # type of the errors made here, whose text goes on from 
 class RequestBody(BaseModel):
     """A JSON object where null means the default, types are not bent, and unknown fields are refused.
 
-    ``unsupported`` lists known fields that are not supported, with the values that change nothing and are accepted.
+    ``unsupported`` lists known fields that are not supported, with the values that change nothing and so are
+    accepted.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -77,7 +78,9 @@ def _check_prompt(value: object) -> object:
             return value
         if all(isinstance(item, list) and item and _is_ids(item) for item in value):
             return value
-    raise refuse("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
+    raise refuse(
+        "must be a string, a list of strings, a list of token ids or a list of such lists, and not empty"
+    )
 
 
 def _is_ids(value: list[object]) -> bool:

@@ -36,7 +36,12 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     finally:
         milliseconds = round(1000 * (time.monotonic() - start), 1)
         level = logging.DEBUG if request.path in OPEN_PATHS else logging.INFO
-        about = {"request_id": request[REQUEST_ID], "method": request.method, "path": request.path, "status": status}
+        about = {
+            "request_id": request[REQUEST_ID],
+            "method": request.method,
+            "path": request.path,
+            "status": status,
+        }
         message = ("%s %r %d in %s ms", request.method, request.path, status, milliseconds)
         _log.log(level, *message, extra=about | {"milliseconds": milliseconds})
     return response
@@ -47,7 +52,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except ConnectionError:  # the client is gone
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (it becomes an answer, and what is our fault a line in the log)
         refusal = as_api_error(error, request[REQUEST_ID])
         return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers)
 

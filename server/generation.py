@@ -3,20 +3,19 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from pagedjax import AsyncLLM, RequestOutput, SamplingParams
 from server.errors import REQUEST_ID, as_api_error
 from server.protocol import SamplingRequest
 from server.sse import EventStream, event
 from server.state import STATE
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -46,7 +45,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What to run: prompts that share their parameters. ``id`` is that of the answer, such as ``cmpl-...``."""
+    """What to run: prompts that share their parameters. ``id`` is the answer's, such as ``cmpl-...``."""
 
     body: SamplingRequest
     params: SamplingParams
@@ -75,7 +74,7 @@ def new_id(prefix: str) -> str:
 
 
 async def answer(request: web.Request, generation: Generation, shape: Shape) -> web.StreamResponse:
-    """Run ``generation`` and answer in ``shape``. A client that goes away cancels this, and so the generation.
+    """Run ``generation`` and answer in ``shape``. A client that hangs up cancels this, and so the generation.
 
     Raises:
         ApiError: nothing could be sent yet; later errors become the stream's last event.
@@ -83,14 +82,13 @@ async def answer(request: web.Request, generation: Generation, shape: Shape) -> 
     if generation.body.stream:
         return await _stream(request, generation, shape)
     state = request.app[STATE]
-    whole: dict[int, RequestOutput] = {}
     async with state.generation() as llm, aclosing(_outputs(llm, generation, delta=False)) as outputs:
-        async for index, output in outputs:
-            whole[index] = output
+        whole = {index: output async for index, output in outputs}  # the last of each is whole
     usage = Usage()
     for index, output in whole.items():
         usage.add(index, output)
-    return web.json_response(shape.whole([whole[i] for i in sorted(whole)], usage))
+    body = to_json(shape.whole([whole[i] for i in sorted(whole)], usage))
+    return web.Response(body=body, content_type="application/json")
 
 
 async def _stream(request: web.Request, generation: Generation, shape: Shape) -> web.StreamResponse:
@@ -114,7 +112,9 @@ async def _stream(request: web.Request, generation: Generation, shape: Shape) ->
     return stream.response
 
 
-async def _outputs(llm: AsyncLLM, generation: Generation, *, delta: bool) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _outputs(
+    llm: AsyncLLM, generation: Generation, *, delta: bool
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all prompts as they come, each with its prompt's index."""
     began = False
     try:
@@ -139,21 +139,21 @@ async def _outputs(llm: AsyncLLM, generation: Generation, *, delta: bool) -> Asy
         raise
 
 
-async def _merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+async def _merged[T](streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all streams as they come, each with its stream's index; the first error ends them all."""
     if len(streams) == 1:  # no task and no queue between a lone stream and its reader
-        async with aclosing(streams[0]) as stream:  # type: ignore[type-var]
+        async with aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item
         return
     queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
 
-    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
         try:
-            async with aclosing(stream):  # type: ignore[type-var]
+            async with aclosing(stream):
                 async for item in stream:
                     await queue.put((index, item))
-        except Exception as error:  # the reader raises it
+        except Exception as error:  # noqa: BLE001 (the reader raises it)
             await queue.put(error)
         else:
             await queue.put(None)

@@ -107,7 +107,11 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _version(request: web.Request) -> web.Response:
-    return web.json_response({"version": importlib.metadata.version("pagedjax")})
+    try:
+        version = importlib.metadata.version("pagedjax")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        version = "unknown"
+    return web.json_response({"version": version})
 
 
 async def _embeddings(request: web.Request) -> web.Response:

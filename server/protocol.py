@@ -1,7 +1,7 @@
 """The requests of the HTTP API: OpenAI's fields, vLLM's extra ones, and how they become sampling parameters.
 
-Types and shapes are checked here; the ranges of sampling values by ``SamplingParams``, whose errors begin with the
-field's name.
+Types and shapes are checked here; the ranges of sampling values by ``SamplingParams``, whose errors begin
+with the field's name.
 """
 
 from typing import Any, ClassVar, Self
@@ -15,9 +15,10 @@ from server.fields import Content, LogitBias, Prompt, RequestBody, Role, Stop, r
 COMPLETION_MAX_TOKENS = 16
 
 _SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("allowed_token_ids", "bad_words"),
 )
 _TEMPLATE_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
@@ -90,9 +91,12 @@ class SamplingRequest(ModelRequest):
 
     def blame(self, error: ValueError) -> ApiError | None:
         """A 400 for an error whose text begins with the name of a field; None if it does not."""
-        name = str(error).partition(" ")[0]
+        name, _, rule = str(error).partition(" ")
         param = self._param(name)
-        return bad_request(str(error).replace(name, param, 1), param) if param in type(self).model_fields else None
+        if param not in type(self).model_fields:
+            return None
+        # A prompt that is too long is called a prompt, also where it came as messages.
+        return bad_request(str(error) if name == "prompt" else f"{param} {rule}", param)
 
     def _param(self, name: str) -> str:
         """The field of this request that stands behind an argument of SamplingParams or of generate()."""
@@ -126,8 +130,8 @@ class CompletionRequest(SamplingRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+            return [self.prompt]
+        return self.prompt
 
     def sampling_params(self) -> SamplingParams:
         """How to sample.
@@ -151,15 +155,23 @@ class CompletionRequest(SamplingRequest):
 class Message(RequestBody):
     """One message of a conversation."""
 
-    unsupported: ClassVar = {"tool_calls": ([],), "annotations": ([],), "function_call": (), "refusal": (), "audio": ()}
+    unsupported: ClassVar = {
+        "tool_calls": ([],),
+        "annotations": ([],),
+        "function_call": (),
+        "refusal": (),
+        "audio": (),
+    }
 
     role: Role
     content: Content
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it: its text parts joined by newlines, ``developer`` as ``system``."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """The message as chat templates read it: text parts joined by newlines, developer as system."""
+        text = (
+            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        )
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message | ({"name": self.name} if self.name else {})
 
@@ -231,7 +243,9 @@ class ChatRequest(SamplingRequest, TemplateFields):
             raise bad_request("top_logprobs may only be given when logprobs is true", "top_logprobs")
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(given) > 1:
-            raise bad_request("max_completion_tokens differs from max_tokens: give one of them", "max_completion_tokens")
+            raise bad_request(
+                "max_completion_tokens differs from max_tokens: give one of them", "max_completion_tokens"
+            )
         max_tokens = given.pop() if given else None
         if max_tokens == 0:
             param = self._param("max_tokens")

@@ -1,38 +1,36 @@
 """Server-sent events: each event is a line ``data: {json}`` and an empty line."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
 
 def event(data: dict[str, Any]) -> bytes:
     """One event."""
-    return f"data: {_encode(data)}\n\n".encode()
+    return b"data: %b\n\n" % to_json(data)
 
 
 class ChoiceEvents:
     """Makes events that hold one choice each; what does not change between them is encoded once."""
 
     def __init__(self, envelope: dict[str, Any], *, usage: bool) -> None:
-        self._head = f'data: {_encode(envelope)[:-1]},"choices":['
+        self._head = b'data: %b,"choices":[' % to_json(envelope)[:-1]
         # Where usage comes at the end, OpenAI's other chunks say that it is null.
-        self._tail = '],"usage":null}\n\n' if usage else "]}\n\n"
+        self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
 
     def choice(self, choice: dict[str, Any]) -> bytes:
         """An event with one choice."""
-        return f"{self._head}{_encode(choice)}{self._tail}".encode()
+        return b"%b%b%b" % (self._head, to_json(choice), self._tail)
 
 
 class EventStream:
-    """The answer to one request, as events. It begins with the first ``send``, so that errors before it are plain."""
+    """One request's answer as events. It begins with the first ``send``: errors before that are plain."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request

@@ -62,11 +62,12 @@ class ServerState:
         """Run a generation inside: it is waited for at shutdown, and ended when its time is up.
 
         Raises:
-            ApiError: 503 if no requests are taken or the server ended before it, 408 after ``request_timeout``.
+            ApiError: 503 if no requests are taken or the server ended first, 408 after ``request_timeout``.
         """
         llm = self.engine()
+        scope = asyncio.timeout(self.config.request_timeout)
         try:
-            async with asyncio.timeout(self.config.request_timeout) as scope:
+            async with scope:
                 self._scopes.add(scope)
                 self._idle.clear()
                 try:
@@ -84,7 +85,7 @@ class ServerState:
             raise ApiError(408, message, code="request_timeout") from None
 
     async def drain(self) -> None:
-        """Take no more requests; return when the running ones are done, or ended after ``shutdown_timeout``."""
+        """Take no more requests; return when the running ones are done or, in the end, told to end."""
         self.phase = Phase.DRAINING
         try:
             async with asyncio.timeout(self.config.shutdown_timeout):

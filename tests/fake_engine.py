@@ -1,4 +1,4 @@
-"""An engine that answers from a script, with the interface of ``AsyncLLM``: tests of the server need no model."""
+"""An engine that answers from a script, with ``AsyncLLM``'s interface: the server's tests need no model."""
 
 import asyncio
 import codecs
@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -53,6 +54,7 @@ class FakeLLM:
     healthy: bool = True
     was_shut_down: bool = False
     running: set[str] = field(default_factory=set)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -86,8 +88,10 @@ class FakeLLM:
             )
         if len(self.running) >= self.max_queue:
             raise QueueFull("the queue is full")
-        assert request_id is not None and request_id not in self.running
+        assert request_id is not None
+        assert request_id not in self.running
         self.running.add(request_id)
+        self.begun.set()
         self.seen.append((ids, params))
         try:
             about = {"request_id": request_id, "prompt": prompt if isinstance(prompt, str) else None}
@@ -106,10 +110,14 @@ class FakeLLM:
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
     async def _steps(
-        self, about: dict[str, object], ids: list[int], params: SamplingParams, room: int, delta: bool
+        self, about: dict[str, Any], ids: list[int], params: SamplingParams, room: int, delta: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         words = self.tokenizer.decode(ids) if self.tokenizer else ""
-        script = self.tokenizer.encode(self.script, add_special_tokens=False) if self.tokenizer else list(range(20))
+        script = (
+            self.tokenizer.encode(self.script, add_special_tokens=False)
+            if self.tokenizer
+            else list(range(20))
+        )
         limit = room if params.max_tokens is None else params.max_tokens
         sequences = [_FakeSequence(self, i, script[:limit], params) for i in range(params.n)]
         prompt_logprobs = None
@@ -125,7 +133,7 @@ class FakeLLM:
             outputs = news if delta else [s.whole for s in sequences]
             finished = all(s.finished for s in sequences)
             output = RequestOutput(
-                **about,  # type: ignore[arg-type]
+                **about,
                 prompt_token_ids=ids,
                 outputs=outputs,
                 finished=finished,

@@ -1,30 +1,21 @@
-"""Text in and out: the tokenizer, streaming, stop strings, chat templates; and that the chain model is what it says."""
+"""Streamed text: whole characters, the first stop string, and the same text as decoding all at once."""
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import chain as joined
 
-import numpy as np
 import pytest
-import tokenizers
-from chain_model import BOS, CHAT_TEMPLATE, EOS, ChainModel, write_chain_model
+from chain_model import EOS, ChainModel, write_chain_model
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from sentencepiece_models import OUTSIDE, PIECES, SP, sp, utf8
 
-from pagedjax.config import UserError
 from pagedjax.text import StopFinder, TextStream
 from pagedjax.tokenizer import Tokenizer
 
 STORY = "Once upon a time, ein Mädchen: 😀😁 你好! aab aaab aabaab\n"
 LETTERS = "abcdeé 你😀"
 WORDS = [" the", " cat", "s", "aab", " é", "ab", "\ufffd", "!"]
-
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-PIECES = ["▁", *"abcdefgh!é你", "▁hello", "▁world", "▁a", "s", "▁▁", "\ufffd"]
-SP_TOKENS = ["<unk>", "<s>", "</s>", *BYTES, *PIECES]
 
 
 @pytest.fixture(scope="module")
@@ -44,39 +35,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> ChainModel:
 @pytest.fixture(scope="module")
 def byte_level(chain: ChainModel) -> Tokenizer:
     return Tokenizer.load(chain.folder)
-
-
-def sentencepiece(kind: str) -> Tokenizer:
-    """As Llama 2's ("llama": strips the first space), Gemma's ("gemma") or with the Metaspace pieces ("metaspace")."""
-    vocab = {token: i for i, token in enumerate(SP_TOKENS)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.add_tokens([AddedToken("<plain>", normalized=False)])
-    replace = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if kind == "metaspace":
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        backend.decoder = decoders.Sequence(
-            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]
-        )
-    elif kind == "gemma":
-        backend.normalizer = normalizers.Replace(" ", "▁")
-        backend.decoder = decoders.Sequence(replace)
-    else:
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        backend.decoder = decoders.Sequence([*replace, decoders.Strip(" ", 1, 0)])
-    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, {})
-
-
-SP = {kind: sentencepiece(kind) for kind in ("llama", "gemma", "metaspace")}
-OUTSIDE = [len(SP_TOKENS) + 1, 10**6, 2**40, -1]  # ids that no vocabulary here has
-
-
-def sp(*tokens: str) -> list[int]:
-    return [SP_TOKENS.index(token) for token in tokens]
-
-
-def utf8(text: str) -> list[int]:
-    return sp(*(f"<0x{byte:02X}>" for byte in text.encode()))
 
 
 def stream(
@@ -196,7 +154,7 @@ def test_sentencepiece_stream_equals_decode(
     kind: str, prompt: list[list[int]], output: list[list[int]], stops: list[str], skip: bool
 ) -> None:
     tokenizer = SP[kind]
-    prompt_ids, output_ids = sum(prompt, []), sum(output, [])
+    prompt_ids, output_ids = list(joined.from_iterable(prompt)), list(joined.from_iterable(output))
     before = tokenizer.decode(prompt_ids, skip_special_tokens=skip)
     whole = tokenizer.decode(prompt_ids + output_ids, skip_special_tokens=skip)
     assert whole.startswith(before)
@@ -289,7 +247,7 @@ def test_stream_without_a_tokenizer_is_empty() -> None:
 
 
 def test_cost_of_a_token_does_not_grow(byte_level: Tokenizer) -> None:
-    output = (list(b"\xff\xe4 ") + [300_000, byte_level.bos_token_id, *STORY.encode()]) * 300
+    output = [*b"\xff\xe4 ", 300_000, byte_level.bos_token_id, *STORY.encode()] * 300
     assert len(output) > 20_000
     ratios = []
     for _ in range(3):
@@ -302,247 +260,3 @@ def test_cost_of_a_token_does_not_grow(byte_level: Tokenizer) -> None:
             times.append(time.perf_counter() - start)
         ratios.append(times[-1] / times[0])
     assert min(ratios) < 3
-
-
-# --- the tokenizer
-
-
-def test_token_bytes(chain: ChainModel, byte_level: Tokenizer) -> None:
-    assert byte_level.token_bytes(chain.id(b"\xf0\x9f")) == b"\xf0\x9f"
-    assert byte_level.token_text(chain.id(b"\xf0\x9f")) == "\ufffd"
-    assert byte_level.token_text(chain.id(BOS)) == BOS
-    assert byte_level.token_text(chain.id(" é")) == " é"
-    llama = SP["llama"]
-    for token, data in {
-        "▁world": b" world",
-        "<0x0A>": b"\n",
-        "<0xE4>": b"\xe4",
-        "é": "é".encode(),
-        "</s>": b"</s>",
-    }.items():
-        assert llama.token_bytes(sp(token)[0]) == data
-    assert llama.token_text(sp("<0xE4>")[0]) == "\ufffd"
-    for tokenizer in (byte_level, llama):
-        for token_id in (-1, 10**6, 2**40):
-            assert tokenizer.token_bytes(token_id) == b""
-        assert (
-            tokenizer.decode([-1, 10**6, 2**40, ord("a") if tokenizer is byte_level else sp("a")[0]]) == "a"
-        )
-
-
-@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_encode_and_decode_are_inverse(byte_level: Tokenizer, text: str) -> None:
-    ids = byte_level.encode(text)
-    assert b"".join(map(byte_level.token_bytes, ids)).decode() == text
-    assert byte_level.decode(ids, skip_special_tokens=False) == text
-    assert "".join(stream(byte_level, [], ids, skip_special_tokens=False)) == text
-
-
-def test_lone_surrogate_is_refused(byte_level: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="lone surrogate at character 1"):
-        byte_level.encode("a\ud800")
-
-
-def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
-    chain = write_chain_model(tmp_path, {"a": "b"})
-    assert Tokenizer.load(tmp_path).eos_token_ids == (chain.eos_id,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, chain.eos_id]}))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.eos_token_ids == (chain.eos_id, 7)
-    assert tokenizer.bos_token_id == chain.id(BOS)
-    assert tokenizer.vocab_size == chain.vocab_size
-
-
-def change_settings(folder: Path, **changes: object) -> None:
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.mark.parametrize("in_file", [False, True])
-@pytest.mark.parametrize(
-    "settings", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]
-)
-def test_same_ids_as_transformers(tmp_path: Path, in_file: bool, settings: dict[str, bool]) -> None:
-    from transformers import PreTrainedTokenizerFast  # 1.5 s to import: only where it is the truth
-
-    chain = write_chain_model(tmp_path, {"<go>": "a"}, add_bos=in_file)
-    change_settings(tmp_path, **settings)
-    tokenizer, truth = Tokenizer.load(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for text in ("Hi <go>", "", f"é{EOS}", " 😀"):
-        assert tokenizer.encode(text) == truth(text).input_ids
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert ids == truth(text, add_special_tokens=False).input_ids
-        assert tokenizer.decode([chain.eos_id, *ids]) == truth.decode(
-            [chain.eos_id, *ids], skip_special_tokens=True
-        )
-
-
-def test_truncation_in_the_file_is_not_applied(tmp_path: Path) -> None:
-    write_chain_model(tmp_path, {"a": "b"})
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    backend.enable_truncation(4)
-    backend.enable_padding(length=8)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert len(tokenizer.encode("abcdef")) == 6
-    assert len(tokenizer.encode("ab")) == 2
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("tokenizer.json", None, "no tokenizer.json in"),
-        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
-        ("tokenizer.json", '{"model": {"type": "Odd"}}', "tokenizer.json cannot be read"),
-        ("tokenizer_config.json", "[1", "tokenizer_config.json cannot be read"),
-        ("tokenizer_config.json", "[]", "must hold a JSON object"),
-        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "broken chat template"),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": ""}]}', "none the default"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "use --chat-template"),
-    ],
-)
-def test_broken_folder_is_one_line(tmp_path: Path, file: str, content: str | None, message: str) -> None:
-    write_chain_model(tmp_path, {"a": "b"})
-    if content is None:
-        (tmp_path / file).unlink()
-    else:
-        (tmp_path / file).write_text(content)
-    with pytest.raises(UserError, match=message) as error:
-        Tokenizer.load(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_decoder_that_cannot_be_streamed_is_refused() -> None:
-    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
-    backend.decoder = decoders.CTC()
-    with pytest.raises(UserError, match="decoder CTC"):
-        Tokenizer(backend, {}, {})
-
-
-# --- chat templates
-
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>", "name": None}]
-REPLY = {"role": "assistant", "content": "Well, "}
-TEMPLATES = {
-    "chain": CHAT_TEMPLATE,
-    "trimming": "{% for m in messages %}\n  [{{ m.content | trim }}]\n{% endfor %}",
-    "rich": "{{ bos_token }}{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}"
-    "{% endfor %}{{ tools | tojson(indent=1) }}{{ strftime_now('%%') }}{{ extra }}",
-}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_same_chat_as_transformers(tmp_path: Path, name: str) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    write_chain_model(tmp_path, {"a": "b"}, chat_template=TEMPLATES[name])
-    tokenizer, truth = Tokenizer.load(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for options in (
-        {"add_generation_prompt": True, "extra": 3},
-        {"add_generation_prompt": False, "tools": [{"type": "function", "function": {"name": "f<"}}]},
-    ):
-        expected = truth.apply_chat_template(CHAT, tokenize=False, **options)
-        assert tokenizer.apply_chat_template(CHAT, **options) == expected
-    if name != "rich":
-        options = {"add_generation_prompt": False, "continue_final_message": True}
-        expected = truth.apply_chat_template([*CHAT, REPLY], tokenize=False, **options)
-        assert tokenizer.apply_chat_template([*CHAT, REPLY], **options) == expected
-
-
-def test_chat_text(byte_level: Tokenizer, chain: ChainModel) -> None:
-    text = byte_level.apply_chat_template(CHAT)
-    assert text == "<|system|>Be brief.<|user|>Hi <b><|assistant|>"
-    assert byte_level.encode(text, add_special_tokens=False)[-1] == chain.id("<|assistant|>")
-    blocks = [{"role": "user", "content": [{"type": "text", "text": "go"}]}]
-    options = {"add_generation_prompt": False, "continue_final_message": True}
-    assert "'go" in byte_level.apply_chat_template(blocks, **options)
-
-
-@pytest.mark.parametrize(
-    ("messages", "options", "message"),
-    [
-        ([{"role": "wizard", "content": "x"}], {}, "unknown role wizard"),
-        ([{"role": 3, "content": "x"}], {}, "refuses the messages"),
-        ([REPLY], {"continue_final_message": True}, "exclude each other"),
-        ([], {"continue_final_message": True, "add_generation_prompt": False}, "ends in text"),
-    ],
-)
-def test_bad_chat_is_one_clear_line(
-    byte_level: Tokenizer, messages: list[dict[str, object]], options: dict[str, bool], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        byte_level.apply_chat_template(messages, **options)
-    assert "\n" not in str(error.value)
-
-
-def test_where_the_chat_template_comes_from(tmp_path: Path) -> None:
-    write_chain_model(tmp_path, {"a": "b"}, chat_template=None)
-    bare = Tokenizer.load(tmp_path)
-    assert not bare.has_chat_template
-    with pytest.raises(UserError, match="no chat template"):
-        bare.apply_chat_template(CHAT)
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    change_settings(tmp_path, chat_template=named)
-    assert Tokenizer.load(tmp_path).apply_chat_template(CHAT) == "plain"
-    assert Tokenizer.load(tmp_path).apply_chat_template(CHAT, tools=[{"type": "function"}]) == "tools"
-    (tmp_path / "chat_template.jinja").write_text("from the file\n")
-    assert Tokenizer.load(tmp_path).apply_chat_template(CHAT) == "from the file"
-    (tmp_path / "mine.jinja").write_text("{{ messages | length }} mine")
-    assert Tokenizer.load(tmp_path, str(tmp_path / "mine.jinja")).apply_chat_template(CHAT) == "2 mine"
-    assert Tokenizer.load(tmp_path, "{{ eos_token }}!").apply_chat_template(CHAT) == f"{EOS}!"
-    with pytest.raises(UserError, match="cannot be read"):
-        Tokenizer.load(tmp_path, "no-such-file.jinja")
-
-
-def test_chat_template_is_in_a_sandbox(tmp_path: Path) -> None:
-    write_chain_model(
-        tmp_path, {"a": "b"}, chat_template="{{ ''.__class__.__mro__ }}{{ messages.append(1) }}"
-    )
-    with pytest.raises(ValueError, match="refuses the messages"):
-        Tokenizer.load(tmp_path).apply_chat_template(CHAT)
-
-
-# --- the chain model
-
-
-def test_chain_recites(chain: ChainModel, byte_level: Tokenizer) -> None:
-    output = chain.follow("<go>")
-    assert byte_level.decode(output) == STORY
-    assert output[-1] == chain.eos_id
-    assert len(set(output)) == len(output)
-    assert len(output) > len(STORY) / 2  # short pieces
-    assert byte_level.encode("say <go>")[-1] == chain.id("<go>")
-    assert byte_level.encode("naïve") == [chain.id("naïve")]
-
-
-def test_chain_loops_and_branches(chain: ChainModel) -> None:
-    assert chain.follow("x", 4) == [chain.id("y"), chain.id("x"), chain.id("y"), chain.id("x")]
-    probabilities = np.exp(chain.log_probs[chain.id("<either>")])
-    assert probabilities[chain.id("x")] == pytest.approx(0.75)
-    assert probabilities[chain.id("y")] == pytest.approx(0.25)
-
-
-def test_chain_weights_give_its_log_probs(chain: ChainModel) -> None:
-    tensors = load_file(chain.folder / "model.safetensors")
-    config = json.loads((chain.folder / "config.json").read_text())
-    hidden = tensors["model.embed_tokens.weight"]
-    hidden = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + config["rms_norm_eps"])
-    logits = (hidden * tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T
-    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    np.testing.assert_allclose(log_probs, chain.log_probs, atol=1e-4)
-
-
-def test_chain_refuses_a_piece_that_stands_twice(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stands twice"):
-        write_chain_model(tmp_path, recite={"<go>": ["a", "b", "a"]})
-
-
-@given(text=st.text(min_size=1, max_size=40, alphabet="ab😀é "))
-def test_chain_recites_any_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    chain = write_chain_model(tmp_path_factory.mktemp("any"), text)
-    assert (
-        b"".join(
-            token for i in chain.follow("<go>")[:-1] for token, j in chain.ids.items() if i == j
-        ).decode()
-        == text
-    )

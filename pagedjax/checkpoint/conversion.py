@@ -10,7 +10,7 @@ from tqdm import tqdm
 from pagedjax.checkpoint.cache import file_digest, folder_in_cache
 from pagedjax.checkpoint.gguf_config import generation_config, model_config
 from pagedjax.checkpoint.gguf_file import read_gguf
-from pagedjax.checkpoint.gguf_tokenizer import tokenizer_config, write_tokenizer
+from pagedjax.checkpoint.gguf_tokenizer import write_tokenizer
 from pagedjax.checkpoint.gguf_weights import converted_chunks, plan_tensors
 from pagedjax.checkpoint.tensor_file import read_header, write_tensors
 from pagedjax.config import UserError
@@ -67,8 +67,8 @@ def convert_gguf(
     # What can be refused is refused before the long part.
     config = model_config(file, dtype)
     planned = plan_tensors(file, config)
-    if with_tokenizer and write_tokenizer(file, folder):
-        _write_json(folder / "tokenizer_config.json", tokenizer_config(file))
+    if with_tokenizer:
+        write_tokenizer(file, folder)
     _write_json(folder / "generation_config.json", generation_config(file))
     _write_json(folder / "config.json", config)
     code = _STORED_AS[dtype]

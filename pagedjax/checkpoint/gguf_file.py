@@ -54,6 +54,13 @@ class GGUFFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
 
+    def get[T](self, key: str, kind: type[T]) -> T | None:
+        """One metadata value, None where there is none. Raises UserError when it is not of type `kind`."""
+        value = self.metadata.get(key)
+        if value is not None and type(value) is not kind:
+            raise UserError(f"{self.path}: {key} is no {kind.__name__}; convert the model to GGUF again")
+        return value
+
 
 class _Damaged(Exception):
     """The bytes make no sense; the message says where."""
@@ -75,11 +82,12 @@ def read_gguf(path: Path) -> GGUFFile:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (_Damaged, UnicodeDecodeError) as error:
         raise UserError(f"{path} is truncated or damaged ({error}); download or copy it again") from error
-    if metadata.get("split.count", 0) > 1:
+    opened = GGUFFile(path, metadata, tensors)
+    if (opened.get("split.count", int) or 1) > 1:
         raise UserError(
-            f"{path} is one part of a split model; join the parts with `llama-gguf-split --merge` first"
+            f"{path} is one part of a split model; join them with `llama-gguf-split --merge` first"
         )
-    return GGUFFile(path, metadata, tensors)
+    return opened
 
 
 class _Cursor:
@@ -184,7 +192,7 @@ def _parse(cursor: _Cursor, path: Path) -> tuple[dict[str, Any], dict[str, GGUFT
 
 
 def _describe(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
-    """A tensor's name, type code, shape (slowest axis first; the file has it the other way round) and offset."""
+    """A tensor's name, type code, shape (slowest axis first, unlike in the file) and offset."""
     name = cursor.string()
     rank = cursor.integer("<u4")
     if not 1 <= rank <= 4:
@@ -201,7 +209,7 @@ def _tensor_type(path: Path, name: str, code: int) -> GGMLQuantizationType:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
         raise UserError(
-            f"{path}: tensor {name!r} has GGUF type {code}, which cannot be dequantised; use another quantisation"
+            f"{path}: tensor {name!r} has GGUF type {code}, which cannot be read; use another quantisation"
         ) from None
     return kind
 

@@ -5,7 +5,8 @@ spaces written as U+2581, unknown characters as bytes) and byte-level BPE ("gpt2
 expression that cuts the text first, named by `tokenizer.ggml.pre`).
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,66 +48,65 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
 class _Vocabulary:
-    """The `tokenizer.ggml.*` metadata, with its lengths checked."""
+    """The `tokenizer.ggml.*` metadata, with types and lengths checked."""
 
     def __init__(self, file: GGUFFile) -> None:
-        self.path = file.path
-        self.architecture: str = file.metadata["general.architecture"]
-        prefix = "tokenizer.ggml."
-        self.values = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-        self.tokens: list[str] = self.values.get("tokens", [])
-        self.types: list[int] = np.asarray(
-            self.values.get("token_type", [NORMAL] * len(self.tokens))
-        ).tolist()
-        self.scores: list[float] = np.asarray(self.values.get("scores", [0.0] * len(self.tokens))).tolist()
+        self.file = file
+        self.gemma = str(file.metadata["general.architecture"]).startswith("gemma")
+        self.tokens: list[str] = file.get("tokenizer.ggml.tokens", list) or []
+        if self.gemma:
+            # These files spell runs of spaces as spaces; text arrives at the model with U+2581 in their
+            # place.
+            self.tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in self.tokens]
+        self.types: list[int] = self._numbers("token_type", NORMAL)
+        self.scores: list[float] = self._numbers("scores", 0.0)
         if not self.tokens or len(self.types) != len(self.tokens) or len(self.scores) != len(self.tokens):
             raise self.refuse("its vocabulary, scores and token types differ in length")
         self.ids = {token: index for index, token in enumerate(self.tokens)}
+        self.kind = file.get("tokenizer.ggml.model", str)
+        self.pre = file.get("tokenizer.ggml.pre", str) or "default"
 
-    @property
-    def pre(self) -> str:
-        return str(self.values.get("pre", "default"))
+    def _numbers(self, name: str, default: float) -> list[Any]:
+        values = self.file.get(f"tokenizer.ggml.{name}", np.ndarray)
+        return [default] * len(self.tokens) if values is None else values.tolist()
 
     def special(self, name: str) -> str | None:
         """The token that `tokenizer.ggml.NAME_token_id` points to."""
-        index = self.values.get(f"{name}_token_id")
+        index = self.file.get(f"tokenizer.ggml.{name}_token_id", int)
         if index is None:
             return None
         if not 0 <= index < len(self.tokens):
             raise self.refuse(f"tokenizer.ggml.{name}_token_id = {index} is outside its vocabulary")
         return self.tokens[index]
 
+    def flag(self, name: str, default: bool) -> bool:
+        """One of the yes-or-no settings."""
+        value = self.file.get(f"tokenizer.ggml.{name}", bool)
+        return default if value is None else value
+
     def refuse(self, why: str) -> UserError:
-        return UserError(f"{self.path}: {why}; give a tokenizer folder with --tokenizer")
+        return UserError(f"{self.file.path}: {why}; give a tokenizer folder with --tokenizer")
 
 
-def write_tokenizer(file: GGUFFile, folder: Path) -> bool:
-    """Writes `tokenizer.json` and returns True, or returns False where the file has no tokenizer.
+def write_tokenizer(file: GGUFFile, folder: Path) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`, or nothing where the file has no tokenizer.
 
     Raises UserError, naming the file, for a tokenizer or pre-tokenizer that is not supported.
     """
-    kind = file.metadata.get("tokenizer.ggml.model", "none")
-    if kind in ("none", "no_vocab"):
-        return False
+    if file.get("tokenizer.ggml.model", str) in (None, "none", "no_vocab"):
+        return
     vocabulary = _Vocabulary(file)
-    if kind == "llama":
+    if vocabulary.kind == "llama":
         tokenizer = _sentencepiece(vocabulary)
-    elif kind == "gpt2":
+    elif vocabulary.kind == "gpt2":
         tokenizer = _byte_level(vocabulary)
     else:
-        raise vocabulary.refuse(f"tokenizer type {kind!r} is not supported (llama and gpt2 are)")
-    _add_whole_tokens(tokenizer, vocabulary, byte_level=kind == "gpt2")
-    bos, eos = _frame(vocabulary, kind)
+        raise vocabulary.refuse(f"tokenizer type {vocabulary.kind!r} is not supported (llama and gpt2 are)")
+    _add_whole_tokens(tokenizer, vocabulary)
+    bos, eos = _frame(vocabulary)
     if bos or eos:
         tokenizer.post_processor = _template(vocabulary, bos, eos)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    return True
-
-
-def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`: special tokens, whether BOS and EOS are added, the chat template."""
-    vocabulary = _Vocabulary(file)
-    bos, eos = _frame(vocabulary, file.metadata["tokenizer.ggml.model"])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.special("bos"),
@@ -116,16 +116,17 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         "add_bos_token": bos is not None,
         "add_eos_token": eos is not None,
         "clean_up_tokenization_spaces": False,
-        "chat_template": file.metadata.get("tokenizer.chat_template"),
+        "chat_template": file.get("tokenizer.chat_template", str),
     }
-    return {key: value for key, value in config.items() if value is not None}
+    written = {key: value for key, value in config.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(written, indent=1), encoding="utf-8")
 
 
-def _frame(vocabulary: _Vocabulary, kind: str) -> tuple[str | None, str | None]:
+def _frame(vocabulary: _Vocabulary) -> tuple[str | None, str | None]:
     """The tokens put before and after every text. Files without the flags follow llama.cpp's defaults."""
-    by_default = kind == "llama" or vocabulary.pre in _WHOLE_WORDS
-    bos = vocabulary.special("bos") if vocabulary.values.get("add_bos_token", by_default) else None
-    eos = vocabulary.special("eos") if vocabulary.values.get("add_eos_token", False) else None
+    by_default = vocabulary.kind == "llama" or vocabulary.pre in _WHOLE_WORDS
+    bos = vocabulary.special("bos") if vocabulary.flag("add_bos_token", by_default) else None
+    eos = vocabulary.special("eos") if vocabulary.flag("add_eos_token", False) else None
     return bos, eos
 
 
@@ -137,15 +138,15 @@ def _template(vocabulary: _Vocabulary, bos: str | None, eos: str | None) -> proc
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
-def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, byte_level: bool) -> None:
-    """Tokens that are matched in the text before anything else: control tokens (special) and user-defined ones."""
+def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Marks the tokens that are matched in the text first: control tokens (special) and user-defined ones."""
     named = {vocabulary.special(name) for name in ("bos", "eos", "unknown", "padding", "eot")}
     control, defined = [], []
-    for token, kind in zip(vocabulary.tokens, vocabulary.types):
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if kind in (CONTROL, UNKNOWN) or token in named:
             control.append(AddedToken(token, normalized=False, special=True))
-        # SentencePiece runs of spaces are spelled with U+2581 by then, and come out of the merges.
-        elif kind == USER_DEFINED and token and (byte_level or not token.isspace() or " " not in token):
+        # Runs of U+2581 stand for spaces, which the text still has at that point; the merges make them.
+        elif kind == USER_DEFINED and token.strip(SPACE):
             defined.append(AddedToken(token, normalized=False, special=False))
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(defined)
@@ -153,41 +154,33 @@ def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, byte_level:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     """A BPE over pieces, with the merges that the vocabulary implies and bytes for what it does not have."""
-    gemma = vocabulary.architecture.startswith("gemma")
-    tokens = vocabulary.tokens
-    if gemma:
-        # These files spell runs of spaces as spaces; text arrives at the model with U+2581 in their place.
-        tokens = [SPACE * len(t) if t.isspace() and not t.strip(" ") else t for t in tokens]
-    ids = {token: index for index, token in enumerate(tokens)}
-    merges = _implied_merges(tokens, ids, vocabulary.types, None if gemma else vocabulary.scores)
-    model = BPE(ids, merges, fuse_unk=True, byte_fallback=True, unk_token=vocabulary.special("unknown"))
+    unknown = vocabulary.special("unknown")
+    model = BPE(
+        vocabulary.ids, _implied_merges(vocabulary), fuse_unk=True, byte_fallback=True, unk_token=unknown
+    )
     tokenizer = Tokenizer(model)
     decoding: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    prefix = bool(vocabulary.values.get("add_space_prefix", not gemma))
-    if gemma and not prefix:
-        tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    else:
-        scheme = "first" if prefix else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
-        if prefix:
-            decoding.append(decoders.Strip(" ", 1, 0))
+    written: list[Any] = [normalizers.Replace(" ", SPACE)]
+    if vocabulary.flag("add_space_prefix", not vocabulary.gemma):
+        # In front of the text and after each whole token, as llama.cpp and the published tokenizers have it.
+        written.insert(0, normalizers.Prepend(SPACE))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(written)
     tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer
 
 
-def _implied_merges(
-    tokens: Sequence[str], ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float] | None
-) -> list[tuple[str, str]]:
+def _implied_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every way to join two pieces into a third, best first: SentencePiece keeps only the outcome of its
     merges.
 
-    Ordered by the score of the piece that comes out, or by its place in the vocabulary where `scores` is None
-    (Gemma: runs of spaces carry no meaningful score, the order of the pieces is right); then longer left
+    Ordered by the score of the piece that comes out, and in Gemma's files by its place in the vocabulary
+    (there runs of spaces have no meaningful score, and the places agree with all others); then longer left
     parts first.
     """
+    tokens, types, scores = vocabulary.tokens, vocabulary.types, vocabulary.scores
     # Control tokens and bytes are never made of text.
-    pieces = {token for token, index in ids.items() if types[index] in (NORMAL, USER_DEFINED)}
+    pieces = {token for token, index in vocabulary.ids.items() if types[index] in (NORMAL, USER_DEFINED)}
     merges: list[tuple[str, str]] = []
     ranks: list[float] = []
     for index, token in enumerate(tokens):
@@ -199,9 +192,8 @@ def _implied_merges(
             if token[:cut] in pieces and token[cut:] in pieces
         ]
         merges += found
-        if scores is not None:
-            ranks += [-scores[index]] * len(found)
-    if scores is None:
+        ranks += [-scores[index]] * len(found)
+    if vocabulary.gemma:
         return merges
     order = sorted(range(len(merges)), key=lambda i: (ranks[i], -len(merges[i][0]), -len(merges[i][1])))
     return [merges[i] for i in order]
@@ -212,17 +204,13 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     pre = vocabulary.pre
     if pre not in _SPLITS:
         raise vocabulary.refuse(f"pre-tokenizer {pre!r} is not supported ({', '.join(_SPLITS)} are)")
-    merges = [merge.split(" ") for merge in vocabulary.values.get("merges", [])]
+    merges = [merge.split(" ") for merge in vocabulary.file.get("tokenizer.ggml.merges", list) or []]
     if any(len(merge) != 2 for merge in merges):
         raise vocabulary.refuse("its merges are damaged")
-    try:
-        model = BPE(
-            vocabulary.ids, [(left, right) for left, right in merges], ignore_merges=pre in _WHOLE_WORDS
-        )
-    except (
-        Exception
-    ) as error:  # the library raises no narrower type for a merge whose parts are not in the vocabulary
-        raise vocabulary.refuse(f"its merges do not fit its vocabulary ({error})") from error
+    ids = vocabulary.ids
+    if any(left not in ids or right not in ids or left + right not in ids for left, right in merges):
+        raise vocabulary.refuse("its merges do not fit its vocabulary")
+    model = BPE(ids, [(left, right) for left, right in merges], ignore_merges=pre in _WHOLE_WORDS)
     tokenizer = Tokenizer(model)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

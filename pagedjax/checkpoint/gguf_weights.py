@@ -80,7 +80,7 @@ def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTen
             )
         layer = f"model.layers.{match[1]}." if match[1] else ""
         rotary_dim = config["head_dim"] if architecture == "llama" and match[2] in ("attn_q", "attn_k") else 0
-        if rotary_dim and tensor.shape[0] % rotary_dim:
+        if rotary_dim and (rotary_dim % 2 or tensor.shape[0] % rotary_dim or tensor.nbytes % tensor.shape[0]):
             raise UserError(f"{file.path}: tensor {name!r} does not divide into heads of {rotary_dim}")
         offset = 1.0 if gemma and match[2].endswith("norm") else 0.0
         planned.append(ConvertedTensor(f"{layer}{stem}.{match[3]}", tensor, rotary_dim, offset))
@@ -90,8 +90,7 @@ def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTen
 def converted_chunks(
     file: GGUFFile, planned: list[ConvertedTensor], dtype: str, on_bytes: Callable[[int], None]
 ) -> Iterator[Array]:
-    """The values of the planned tensors, in order, in pieces of about `CHUNK_ELEMENTS`, as `dtype` (BF16 or
-    F32).
+    """The planned tensors' values, in order, in pieces of about `CHUNK_ELEMENTS`, as `dtype` (BF16 or F32).
 
     `on_bytes` is told how many bytes of the file each piece took. Memory stays bounded whatever the model's
     size. Raises UserError if the file becomes unreadable on the way.

@@ -99,7 +99,7 @@ def _tokenizer_folder(tokenizer: str) -> Path:
 
 
 def _from_hub(model: str, *, weights: bool) -> Path:
-    """Downloads (or finds in the hub's cache) configuration and tokenizer, and with `weights` the safetensors."""
+    """Downloads, or finds in the hub's cache, configuration and tokenizer, with `weights` the tensors too."""
     if not _HUB_ID.fullmatch(model):
         raise UserError(f"{model} does not exist; give a folder, a .gguf file, a hub id (owner/name) or demo")
     patterns = [*_TOKENIZER_PATTERNS, *(["*.safetensors"] if weights else [])]
@@ -118,8 +118,7 @@ def _from_hub(model: str, *, weights: bool) -> Path:
             f"{model} is neither a folder here nor in the hub's cache, and the hub cannot be reached; "
             "check the path or the network, or use the model demo"
         ) from None
-    except (
-        Exception
-    ) as error:  # the hub's transport library changes, and its errors share no base of the hub's
+    except Exception as error:
+        # The hub's transport library has changed before, and its errors share no base that the hub promises.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"cannot download {model}: {reason}") from error

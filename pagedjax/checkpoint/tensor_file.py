@@ -87,7 +87,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(path: Path, name: str, entry: object, base: int) -> StoredTensor:
-    """One entry of the header, `{"dtype", "shape", "data_offsets"}`; `base` is where the data begins in the file."""
+    """One entry of the header, `{"dtype", "shape", "data_offsets"}`; `base` is the data's first byte."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _damaged(path, f"the entry of tensor {name!r} is incomplete")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

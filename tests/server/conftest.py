@@ -2,7 +2,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -72,7 +72,7 @@ async def served(served_with: Serve) -> Served:
 def url(llm: FakeLLM) -> Iterator[str]:
     """A server in a thread of its own, for clients that block."""
     loop = asyncio.new_event_loop()
-    runner = app_runner(create_app(llm, ServerConfig()))
+    runner = app_runner(create_app(cast(Any, llm), ServerConfig()))
 
     async def start() -> str:
         await runner.setup()

@@ -1,6 +1,7 @@
 """The official client, used as people use it."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -8,7 +9,10 @@ from fake_engine import SCRIPT, FakeLLM
 
 from server.logprobs import LOWEST_LOGPROB
 
-MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+]
 
 
 @pytest.fixture
@@ -25,14 +29,23 @@ def test_completion(client: openai.OpenAI) -> None:
     assert answer.choices[0].text == " the caf\ufffd"  # nine bytes end within the accented letter
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 18, 23)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        5,
+        18,
+        23,
+    )
     assert answer.usage.prompt_tokens_details.cached_tokens == 3  # type: ignore[union-attr]
 
 
 def test_stream_joins_to_the_whole(client: openai.OpenAI) -> None:
     chunks = list(
         client.completions.create(
-            model="tiny", prompt=["a", "b"], n=2, max_tokens=100, stream=True, stream_options={"include_usage": True}
+            model="tiny",
+            prompt=["a", "b"],
+            n=2,
+            max_tokens=100,
+            stream=True,
+            stream_options={"include_usage": True},
         )
     )
     texts = dict.fromkeys(range(4), "")
@@ -56,7 +69,7 @@ def test_stream_joins_to_the_whole(client: openai.OpenAI) -> None:
 
 
 def test_chat(client: openai.OpenAI, llm: FakeLLM) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)  # type: ignore[call-overload]
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
     assert [c.message.content for c in answer.choices] == [SCRIPT, SCRIPT]
@@ -69,11 +82,11 @@ def test_chat(client: openai.OpenAI, llm: FakeLLM) -> None:
     assert params.max_tokens is None
     # What a client gets it can send back.
     history = [*MESSAGES, answer.choices[0].message.model_dump(), {"role": "user", "content": "Go on"}]
-    client.chat.completions.create(model="tiny", messages=history)  # type: ignore[call-overload]
+    client.chat.completions.create(model="tiny", messages=history)
 
 
 def test_chat_stream_begins_with_roles(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model="tiny", messages=MESSAGES, n=2) as stream:  # type: ignore[arg-type]
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, n=2) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
         final = stream.get_final_completion()
     assert [c.choices[0].delta.role for c in chunks[:2]] == ["assistant", "assistant"]
@@ -85,27 +98,41 @@ def test_chat_stream_begins_with_roles(client: openai.OpenAI) -> None:
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    def ask(stream: bool, **more: object) -> list[object]:
-        answer = client.chat.completions.create(  # type: ignore[call-overload]
+    def ask(stream: bool, **more: Any) -> list[Any]:
+        answer: Any = client.chat.completions.create(
             model="tiny", messages=MESSAGES, max_tokens=10, logprobs=True, stream=stream, **more
         )
         choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
         return [entry for c in choices if c.logprobs for entry in c.logprobs.content]
 
     whole = ask(False, top_logprobs=3)
-    assert [e.token for e in whole[:4]] == [" ", "t", "h", "e"]  # type: ignore[attr-defined]
-    assert whole[8].bytes == [0xC3]  # type: ignore[attr-defined]
-    assert [len(e.top_logprobs) for e in whole] == [3] * 10  # type: ignore[attr-defined]
-    assert whole[0].top_logprobs[0].logprob > whole[0].logprob > LOWEST_LOGPROB  # type: ignore[attr-defined]
+    assert [e.token for e in whole[:4]] == [" ", "t", "h", "e"]
+    assert whole[8].bytes == [0xC3]
+    assert [len(e.top_logprobs) for e in whole] == [3] * 10
+    assert whole[0].top_logprobs[0].logprob > whole[0].logprob > LOWEST_LOGPROB
     assert ask(True, top_logprobs=3) == whole
-    assert [e.top_logprobs for e in ask(False)] == [[]] * 10  # type: ignore[attr-defined]
-    assert [len(e.top_logprobs) for e in ask(False, top_logprobs=1)] == [1] * 10  # type: ignore[attr-defined]
+    assert [e.top_logprobs for e in ask(False)] == [[]] * 10
+    assert [len(e.top_logprobs) for e in ask(False, top_logprobs=1)] == [1] * 10
 
 
 def test_extra_fields(client: openai.OpenAI, llm: FakeLLM) -> None:
-    extra = {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "min_tokens": 2, "bad_words": ["x"], "return_token_ids": True}
+    extra = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "bad_words": ["x"],
+        "return_token_ids": True,
+    }
     answer = client.completions.create(
-        model="tiny", prompt=[5, 6], max_tokens=3, stop=["!"], logit_bias={"7": -100}, seed=3, user="me", extra_body=extra
+        model="tiny",
+        prompt=[5, 6],
+        max_tokens=3,
+        stop=["!"],
+        logit_bias={"7": -100},
+        seed=3,
+        user="me",
+        extra_body=extra,
     )
     ids, params = llm.seen[0]
     assert ids == [5, 6]
@@ -147,12 +174,15 @@ def test_hanging_up_ends_the_request(client: openai.OpenAI, llm: FakeLLM) -> Non
     assert not llm.running
 
 
-async def test_async_client(served, llm: FakeLLM) -> None:
+async def test_async_client(served: Any, llm: FakeLLM) -> None:
     client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
     async def one(number: int) -> str:
         stream = await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": f"number {number}"}], max_tokens=number + 1, stream=True
+            model="tiny",
+            messages=[{"role": "user", "content": f"number {number}"}],
+            max_tokens=number + 1,
+            stream=True,
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from fake_engine import FakeLLM, byte_tokenizer
 
-COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+)
 HELLO = [{"role": "user", "content": "Hi"}]
 VALID: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "tiny", "prompt": "Hi", "max_tokens": 4},
@@ -66,7 +71,12 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     (BOTH, {"stream": "yes"}, 400, "stream"),
     (BOTH, {"stream_options": {"include_usage": True}}, 400, "stream_options"),
     (BOTH, {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
-    (BOTH, {"stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options.include_obfuscation"),
+    (
+        BOTH,
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        400,
+        "stream_options.include_obfuscation",
+    ),
     (BOTH, {"ignore_eos": 1}, 400, "ignore_eos"),
     (BOTH, {"user": 5}, 400, "user"),
     (BOTH, {"store": True}, 400, "store"),
@@ -108,9 +118,19 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((CHAT,), {"messages": [{"role": "king", "content": "Hi"}]}, 400, "messages[0].role"),
     ((CHAT,), {"messages": [{"role": "tool", "content": "Hi"}]}, 400, "messages[0].role"),
     ((CHAT,), {"messages": [{"role": [], "content": "Hi"}]}, 400, "messages[0].role"),
-    ((CHAT,), {"messages": [*HELLO, {"role": "user", "content": "Hi", "tool_calls": [1]}]}, 400, "messages[1].tool_calls"),
+    (
+        (CHAT,),
+        {"messages": [*HELLO, {"role": "user", "content": "Hi", "tool_calls": [1]}]},
+        400,
+        "messages[1].tool_calls",
+    ),
     ((CHAT,), {"messages": [{"role": "user", "content": "Hi", "mood": 1}]}, 400, "messages[0].mood"),
-    ((CHAT,), {"messages": [{"role": "assistant", "content": "Hi"}]}, 400, "messages"),  # the template refuses it
+    (
+        (CHAT,),
+        {"messages": [{"role": "assistant", "content": "Hi"}]},
+        400,
+        "messages",
+    ),  # the template refuses it
     ((CHAT,), {"messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages"),
     ((CHAT,), {"prompt": "Hi"}, 400, "prompt"),
     ((CHAT,), {"max_tokens": 0}, 400, "max_tokens"),
@@ -131,7 +151,12 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((CHAT,), {"prediction": {"type": "content", "content": "x"}}, 400, "prediction"),
     ((CHAT,), {"reasoning_effort": "high"}, 400, "reasoning_effort"),
     ((CHAT,), {"web_search_options": {}}, 400, "web_search_options"),
-    ((CHAT, TOKENIZE), {"messages": HELLO, "prompt": None, "chat_template_kwargs": []}, 400, "chat_template_kwargs"),
+    (
+        (CHAT, TOKENIZE),
+        {"messages": HELLO, "prompt": None, "chat_template_kwargs": []},
+        400,
+        "chat_template_kwargs",
+    ),
     ((CHAT,), {"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     ((CHAT,), {"add_generation_prompt": True, "continue_final_message": True}, 400, "continue_final_message"),
     ((TOKENIZE,), {"prompt": None}, 400, "prompt"),
@@ -142,7 +167,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((DETOKENIZE,), {"tokens": [258]}, 400, "tokens"),
     ((DETOKENIZE,), {"tokens": [-1]}, 400, "tokens"),
 ]
-ROWS = [(path, *rest) for paths, *rest in WRONG for path in paths]
+ROWS = [(path, change, status, param) for paths, change, status, param in WRONG for path in paths]
 
 
 def check_error(body: Any, param: str | None = None) -> dict[str, Any]:
@@ -157,12 +182,12 @@ def check_error(body: Any, param: str | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", VALID)
-async def test_the_rows_start_from_what_is_right(served, path: str) -> None:
+async def test_the_rows_start_from_what_is_right(served: Any, path: str) -> None:
     status, body = await served.post(path, VALID[path])
     assert status == 200, body
 
 
-async def test_wrong_fields(served, llm: FakeLLM) -> None:
+async def test_wrong_fields(served: Any, llm: FakeLLM) -> None:
     assert len(ROWS) >= 120
     for path, change, wanted, param in ROWS:
         status, body = await served.post(path, VALID[path] | change)
@@ -175,15 +200,38 @@ async def test_wrong_fields(served, llm: FakeLLM) -> None:
 
 
 @pytest.mark.parametrize("path", BOTH)
-async def test_what_changes_nothing_is_accepted(served, path: str) -> None:
+async def test_what_changes_nothing_is_accepted(served: Any, path: str) -> None:
     nothing: dict[str, Any] = {
-        **{"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "stream": False},
-        **{"temperature": None, "stop": None, "logit_bias": None, "stream_options": None, "priority": 0, "n": None},
-        **{"cache_salt": None, "use_beam_search": False, "safety_identifier": "x", "prompt_cache_key": "y", "top_k": -1},
+        "user": "me",
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "stream": False,
+        "temperature": None,
+        "stop": None,
+        "logit_bias": None,
+        "stream_options": None,
+        "priority": 0,
+        "n": None,
+        "cache_salt": None,
+        "use_beam_search": False,
+        "safety_identifier": "x",
+        "prompt_cache_key": "y",
+        "top_k": -1,
     }
     if path == CHAT:
-        nothing |= {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "modalities": ["text"]}
-        nothing |= {"max_completion_tokens": 4, "parallel_tool_calls": True, "functions": None, "logprobs": False}
+        nothing |= {
+            "tools": [],
+            "tool_choice": "auto",
+            "response_format": {"type": "text"},
+            "modalities": ["text"],
+        }
+        nothing |= {
+            "max_completion_tokens": 4,
+            "parallel_tool_calls": True,
+            "functions": None,
+            "logprobs": False,
+        }
     else:
         nothing |= {"suffix": None, "best_of": 1, "echo": False}
     status, body = await served.post(path, VALID[path] | nothing)
@@ -204,7 +252,7 @@ BROKEN_BODIES = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_BODIES)
-async def test_broken_bodies(served, kind: str) -> None:
+async def test_broken_bodies(served: Any, kind: str) -> None:
     headers = {"Content-Type": "application/json"}
     for path in VALID:
         status, body = await served.post(path, data=BROKEN_BODIES[kind], headers=headers)
@@ -212,14 +260,14 @@ async def test_broken_bodies(served, kind: str) -> None:
         assert check_error(body)["code"] == "bad_json"
 
 
-async def test_infinite_numbers(served) -> None:
+async def test_infinite_numbers(served: Any) -> None:
     data = b'{"model": "tiny", "prompt": "x", "temperature": 1e999}'
     status, body = await served.post(COMPLETIONS, data=data, headers={"Content-Type": "application/json"})
     assert status == 400
     check_error(body, "temperature")
 
 
-async def test_encodings(served) -> None:
+async def test_encodings(served: Any) -> None:
     good = json.dumps(VALID[COMPLETIONS]).encode()
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     status, _ = await served.post(COMPLETIONS, data=gzip.compress(good), headers=headers)
@@ -233,7 +281,7 @@ async def test_encodings(served) -> None:
     check_error(body)
 
 
-async def test_content_type(served) -> None:
+async def test_content_type(served: Any) -> None:
     data = json.dumps(VALID[COMPLETIONS]).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-16"):
         status, body = await served.post(COMPLETIONS, data=data, headers={"Content-Type": kind})
@@ -244,14 +292,14 @@ async def test_content_type(served) -> None:
         assert status == 200
 
 
-async def test_too_large(served) -> None:
+async def test_too_large(served: Any) -> None:
     data = io.BytesIO(b" " * (64 * 2**20 + 1))
     status, body = await served.post(COMPLETIONS, data=data, headers={"Content-Type": "application/json"})
     assert status == 413
     check_error(body)
 
 
-async def test_paths_and_methods(served) -> None:
+async def test_paths_and_methods(served: Any) -> None:
     for path, status, code in (
         ("/v1/nothing", 404, "unknown_path"),
         ("/", 404, "not_built"),
@@ -267,18 +315,25 @@ async def test_paths_and_methods(served) -> None:
     assert "not built yet" in check_error(body, "model")["message"]
 
 
-async def test_without_a_template_or_a_tokenizer(served_with) -> None:
+async def test_without_a_template_or_a_tokenizer(served_with: Any) -> None:
     served = await served_with(engine=FakeLLM(tokenizer=byte_tokenizer(template=None)))
     status, body = await served.post(CHAT, VALID[CHAT])
     assert status == 400
     assert "no chat template" in check_error(body, "messages")["message"]
 
     served = await served_with(engine=FakeLLM(tokenizer=None))
-    for path, param in ((CHAT, "messages"), (COMPLETIONS, "prompt"), (TOKENIZE, "model"), (DETOKENIZE, "model")):
+    for path, param in (
+        (CHAT, "messages"),
+        (COMPLETIONS, "prompt"),
+        (TOKENIZE, "model"),
+        (DETOKENIZE, "model"),
+    ):
         status, body = await served.post(path, VALID[path])
         assert status == 400
         check_error(body, param)
-    status, body = await served.post(COMPLETIONS, {"model": "tiny", "prompt": [1, 2], "max_tokens": 2, "logprobs": 1})
+    status, body = await served.post(
+        COMPLETIONS, {"model": "tiny", "prompt": [1, 2], "max_tokens": 2, "logprobs": 1}
+    )
     assert status == 200
     assert body["choices"][0]["text"] == ""
     assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:0", "token_id:1"]

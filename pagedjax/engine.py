@@ -1,0 +1,377 @@
+"""The engine: plans a step ahead, dispatches it, commits the step before, and hands out what is new."""
+
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence as ListLike
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from pagedjax.blocks import BlockPool
+from pagedjax.config import SamplingParams
+from pagedjax.generation import Generation, RunningRequest, TokenResult
+from pagedjax.metrics import Metrics
+from pagedjax.pack import PackedRow
+from pagedjax.request import RequestOutput, Sequence, SequenceState
+from pagedjax.runner import StepRunner
+from pagedjax.sampling_rows import derive_key
+from pagedjax.scheduler import SchedulePlan, ScheduledSequence, Scheduler
+from pagedjax.sizing import EngineSizes
+from pagedjax.step import StepOutput
+from pagedjax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    plan: SchedulePlan
+    output: StepOutput
+    prompt_counts: tuple[int, ...]  # prompt log-probabilities wanted of each share, in the plan's order
+    dispatched: float
+
+
+_Arrays = tuple[np.ndarray, ...]  # log-probabilities, ranks, top ids, top log-probabilities
+_ShareResult = tuple[ScheduledSequence, TokenResult | None, list[TokenResult]]  # its token; its prompt's
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread owns it.
+
+    ``step`` plans and dispatches step N+1 while step N runs, then waits for N and commits it. What N sampled reaches
+    N+1 on the device; a stop condition is therefore known one step late, and the extra token is dropped.
+
+    Args:
+        runner: the device end, warmed up.
+        sizes: of cache and batch.
+        tokenizer: None for a model without one; text stays empty then.
+        eos_token_ids: tokens that end a sequence.
+        metrics: what is counted.
+        seed: where requests without a seed of their own get theirs from.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        sizes: EngineSizes,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: ListLike[int],
+        metrics: Metrics,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.sizes, self.metrics, self.tokenizer = sizes, metrics, tokenizer
+        self._runner, self._clock = runner, clock
+        self._eos = tuple(eos_token_ids)
+        self._seeds = np.random.default_rng(seed)
+        self._pool = BlockPool(sizes.num_blocks)
+        self._scheduler = Scheduler(
+            self._pool,
+            block_size=sizes.block_size,
+            max_num_seqs=sizes.max_num_seqs,
+            token_budget=sizes.token_budget,
+        )
+        self._requests: dict[str, RunningRequest] = {}
+        self._generations: dict[Sequence, tuple[RunningRequest, Generation]] = {}
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._admissions = [-1] * sizes.max_num_seqs  # the admission each lane's sampling settings belong to
+        self._last_done = 0.0
+        self._waited = 0.0
+        self._slot_steps = [0, 0]  # slots filled, slots held, summed over steps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting, running or yet to be reported."""
+        return bool(self._requests or self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a place."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that sequences hold."""
+        return self._pool.num_held
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of held slots that held no token, over all steps so far."""
+        filled, held = self._slot_steps
+        return 1.0 - filled / held if held else 0.0
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None = None
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: it can't be served; the message begins with the field at fault.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        max_tokens = self._check(prompt_token_ids, params)
+        request = RunningRequest(request_id, prompt, prompt_token_ids, params, self._clock())
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        for index in range(params.num_samples):
+            sequence = Sequence(
+                request_id=request_id,
+                index=index,
+                token_ids=list(prompt_token_ids),
+                num_prompt=len(prompt_token_ids),
+                max_tokens=max_tokens,
+                priority=params.priority,
+            )
+            key = derive_key(seed, index)
+            request.generations.append(Generation(sequence, params, self.tokenizer, self._eos, key))
+        self._requests[request_id] = request
+        for generation in request.generations:
+            self._generations[generation.sequence] = (request, generation)
+            self._scheduler.add(generation.sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without a further word; its blocks are free at once. Unknown ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for generation in request.generations:
+            if generation.finish_reason is None:
+                generation.end("abort")
+            self._leave(generation.sequence)
+        self._observe_finished(request, "abort")
+
+    def step(self) -> list[RequestOutput]:
+        """Dispatch the next step, commit the one before it, and return what is new, as deltas."""
+        started, self._waited = self._clock(), 0.0
+        try:
+            plan = self._scheduler.schedule()
+            for preemption in plan.preemptions:
+                self.metrics.observe_preemption("recompute", preemption.num_lost)
+            if plan.num_tokens:
+                self._dispatch(plan)
+            if not self._in_flight or (plan.num_tokens and len(self._in_flight) == 1):
+                return []
+            step = self._in_flight.popleft()
+            touched = self._commit(step)
+        except jax.errors.JaxRuntimeError as error:
+            return self._fail_all(error)
+        outputs = [delta for request in touched if (delta := request.delta())]
+        for output in outputs:
+            if output.finished:
+                self._observe_finished(self._requests.pop(output.request_id))
+        self._observe_step(step, started)
+        return outputs
+
+    def _check(self, prompt_token_ids: ListLike[int], params: SamplingParams) -> int:
+        """The most output tokens that the request may have."""
+        count, limit = len(prompt_token_ids), self.sizes.max_model_len
+        if not count:
+            raise ValueError("prompt has no tokens")
+        vocab = self._runner.shapes.vocab_size
+        bad = next((i for i in prompt_token_ids if not 0 <= i < vocab), None)
+        if bad is not None:
+            raise ValueError(f"prompt has token id {bad}, and the vocabulary ends at {vocab - 1}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            bad = next((i for i in getattr(params, name) or () if not 0 <= i < vocab), None)
+            if bad is not None:
+                raise ValueError(f"{name} has token id {bad}, and the vocabulary ends at {vocab - 1}")
+        max_tokens = limit - count if params.max_tokens is None else params.max_tokens
+        if count + max_tokens > limit or (params.max_tokens is None and max_tokens < 1):
+            wanted = "" if params.max_tokens is None else f" and max_tokens is {max_tokens}"
+            raise ValueError(f"prompt has {count} tokens{wanted}, over the limit of {limit} tokens in all")
+        return max_tokens
+
+    def _dispatch(self, plan: SchedulePlan) -> None:
+        rows = [self._row(share) for share in plan]
+        output = self._runner.dispatch(self._runner.pack(rows, len(plan.decodes)))
+        counts = tuple(len(row.prompt_targets) for row in rows)
+        self._in_flight.append(_StepInFlight(plan, output, counts, self._clock()))
+
+    def _row(self, share: ScheduledSequence) -> PackedRow:
+        sequence = share.sequence
+        request, generation = self._generations[sequence]
+        lane = sequence.lane
+        if self._admissions[lane] != sequence.admission:
+            self._admissions[lane] = sequence.admission
+            params, prompt_len = generation.device_params, sequence.num_prompt
+            self._runner.sampling_rows.set(lane, params, prompt_len, generation.key)
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = self._clock()
+        if share.samples and generation.has_constraints:
+            self._runner.sampling_rows.clear_forbidden(lane)
+            if forbidden := generation.forbidden(share.start + share.num_tokens - sequence.num_prompt):
+                self._runner.sampling_rows.forbid(lane, forbidden)
+        end = share.start + share.num_tokens
+        tokens = sequence.token_ids[share.start : end]
+        feedback = len(tokens) < share.num_tokens  # the step in flight is sampling it
+        wants_prompt = sequence.index == 0 and request.missing_prompt_logprobs
+        return PackedRow(
+            lane=lane,
+            start=share.start,
+            token_ids=[0] if feedback else tokens,
+            block_table=sequence.block_table,
+            samples=share.samples,
+            feedback=feedback,
+            prompt_targets=request.prompt_token_ids[share.start + 1 : end + 1] if wants_prompt else (),
+            table_key=sequence.admission,
+        )
+
+    def _commit(self, step: _StepInFlight) -> list[RunningRequest]:
+        """Give each sequence its token; returns the requests with news."""
+        results = self._fetch(step)
+        now = self._clock()
+        touched: dict[str, RunningRequest] = {}
+        for share, result, prompt in results:
+            sequence = share.sequence
+            if share.samples:
+                sequence.num_pending -= 1
+            if sequence.state is SequenceState.FINISHED:
+                continue  # it ended, or was aborted, while this step ran: the extra token is dropped
+            request, generation = self._generations[sequence]
+            try:
+                self._take(request, generation, share, result, prompt, now)
+            except Exception as error:  # one request's fault must not reach the others
+                self._fail(request, error)
+            if generation.finish_reason is not None:
+                self._leave(sequence)
+            touched[request.request_id] = request
+        return list(touched.values())
+
+    def _take(
+        self,
+        request: RunningRequest,
+        generation: Generation,
+        share: ScheduledSequence,
+        result: TokenResult | None,
+        prompt: list[TokenResult],
+        now: float,
+    ) -> None:
+        if prompt:
+            request.take_prompt(share.start + 1, prompt, self.tokenizer)
+        computed = min(share.start + share.num_tokens, share.sequence.num_prompt) - share.start
+        if computed > 0:
+            self.metrics.observe_prompt_tokens(computed)
+        if result is not None:
+            generation.take(result)
+            self._observe_token(request, generation, now)
+        elif share.start + share.num_tokens >= share.sequence.num_prompt and share.sequence.max_tokens == 0:
+            generation.end("length")
+
+    def _fetch(self, step: _StepInFlight) -> list[_ShareResult]:
+        """Wait for a step, and bring what was asked for to the host."""
+        began = self._clock()
+        samples, prompt = step.output.samples, step.output.prompt
+        tokens = np.asarray(samples.tokens).tolist()
+        self._waited += self._clock() - began
+        found = [self._generations.get(share.sequence) for share in step.plan]
+        sampled: _Arrays | None = None
+        if any(f and f[1].device_params.logprobs is not None for f in found):
+            sampled = _on_host(samples.logprobs, samples.rank, samples.top_ids, samples.top_logprobs)
+        prompts: _Arrays | None = None
+        if any(step.prompt_counts):
+            prompts = _on_host(prompt.logprobs, prompt.ranks, prompt.top_ids, prompt.top_logprobs)
+        row, prompt_row = itertools.count(), 0
+        results: list[_ShareResult] = []
+        for share, entry, count in zip(step.plan, found, step.prompt_counts, strict=True):
+            result, of_prompt = None, []
+            if share.samples:
+                at = next(row)
+                result = _result(tokens[at], sampled, at) if sampled else TokenResult(tokens[at])
+            if entry and prompts:
+                targets = entry[0].prompt_token_ids[share.start + 1 : share.start + 1 + count]
+                of_prompt = [_result(token, prompts, prompt_row + i) for i, token in enumerate(targets)]
+            prompt_row += count
+            results.append((share, result, of_prompt))
+        return results
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.state is not SequenceState.FINISHED:
+            self._scheduler.finish(sequence)
+        self._generations.pop(sequence, None)
+
+    def _fail(self, request: RunningRequest, error: Exception) -> None:
+        """End one request with an error; the log has the details under an id that the caller gets too."""
+        error_id = secrets.token_hex(8)
+        logger.error("error %s in request %s", error_id, request.request_id, exc_info=error)
+        request.error = f"internal error {error_id}"
+        for generation in request.generations:
+            generation.finish_reason = generation.finish_reason or "error"
+            self._leave(generation.sequence)
+
+    def _fail_all(self, error: Exception) -> list[RequestOutput]:
+        """The device failed: every request that runs or waits ends with an error, and the cache starts anew."""
+        self._in_flight.clear()
+        outputs = []
+        for request in list(self._requests.values()):
+            self._fail(request, error)
+            if delta := request.delta():
+                outputs.append(delta)
+            self._observe_finished(self._requests.pop(request.request_id), "error")
+        self._runner.reset()
+        return outputs
+
+    def _observe_token(self, request: RunningRequest, generation: Generation, now: float) -> None:
+        self.metrics.observe_generation_tokens(1)
+        times = request.metrics
+        if times.first_token_time is None:
+            times.first_token_time = now
+            self.metrics.observe_first_token(now - times.arrival_time)
+        elif generation.last_token_time is not None:
+            self.metrics.observe_token_gap(now - generation.last_token_time)
+        generation.last_token_time = times.last_token_time = now
+
+    def _observe_finished(self, request: RunningRequest, reason: str | None = None) -> None:
+        times, now = request.metrics, self._clock()
+        times.finished_time = now
+        scheduled = times.first_scheduled_time or now
+        first = times.first_token_time or now
+        last = times.last_token_time or now
+        count = sum(g.sequence.num_known_output for g in request.generations)
+        longest = max(g.sequence.num_known_output for g in request.generations)
+        self.metrics.observe_finished(
+            reason or request.generations[0].finish_reason or "error",
+            len(request.prompt_token_ids),
+            count,
+            now - times.arrival_time,
+            scheduled - times.arrival_time,
+            first - scheduled,
+            last - first,
+            (last - first) / (longest - 1) if longest > 1 else None,
+        )
+
+    def _observe_step(self, step: _StepInFlight, started: float) -> None:
+        now = self._clock()
+        running = self._scheduler.running
+        held = self._pool.num_held * self.sizes.block_size
+        filled = sum(sequence.num_computed for sequence in running)
+        self._slot_steps[0] += filled
+        self._slot_steps[1] += held
+        # A step starts when it is dispatched or, behind another, when that one ends.
+        self.metrics.observe_step(
+            num_tokens=step.plan.num_tokens,
+            host_seconds=now - started - self._waited,
+            device_seconds=now - max(step.dispatched, self._last_done),
+            running=len(running),
+            waiting=len(self._scheduler.waiting),
+            blocks_held=self._pool.num_held,
+            blocks_total=self._pool.num_blocks,
+            slots_filled=filled,
+            slots_held=held,
+        )
+        self._last_done = now
+
+
+def _on_host(*arrays: jax.Array) -> _Arrays:
+    return tuple(np.asarray(array) for array in arrays)
+
+
+def _result(token_id: int, arrays: _Arrays, row: int) -> TokenResult:
+    logprobs, ranks, top_ids, top_logprobs = arrays
+    top = tuple(zip(top_ids[row].tolist(), top_logprobs[row].tolist(), strict=True))
+    return TokenResult(token_id, float(logprobs[row]), int(ranks[row]), top)

@@ -1,0 +1,144 @@
+"""How large the cache and the batch are, from the bytes there are; and the start-up report."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from pagedjax.config import EngineConfig, ModelConfig, UserError
+from pagedjax.kv_cache import MAX_ARRAY_ELEMENTS, block_bytes
+
+MIB = 2**20
+# What a CPU's cache takes unless told otherwise: a machine that serves does other things too.
+CPU_KV_CACHE_BYTES = 2 * 2**30
+_CPU_SHARE_OF_FREE = 0.6
+_ACCELERATOR_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """What the engine chose where the user did not. Tokens, blocks, sequences."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    token_budget: int
+
+
+def choose_sizes(config: EngineConfig, model: ModelConfig, dtype: str, weight_bytes: int) -> EngineSizes:
+    """Sizes that fit the memory there is.
+
+    Raises:
+        UserError: what was asked for does not fit; the message says what would.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
+    token_budget = config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
+    if token_budget < max_num_seqs:
+        raise UserError(
+            f"--max-num-batched-tokens {token_budget} is below --max-num-seqs {max_num_seqs}: "
+            "each running sequence needs a token in every step"
+        )
+    longest = config.max_model_len or model.max_model_len
+    if longest > model.max_model_len:
+        raise UserError(
+            f"--max-model-len {longest} is more than the {model.max_model_len} tokens the model is made for"
+        )
+    per_block = block_bytes(model, config.block_size, dtype)
+    wanted = max_num_seqs * _blocks(longest, config.block_size)
+    blocks = _num_blocks(config, per_block, wanted, weight_bytes, on_cpu)
+    largest_layer = model.num_kv_heads * config.block_size * model.head_dim
+    if config.num_kv_blocks is None:
+        blocks = min(blocks, MAX_ARRAY_ELEMENTS // largest_layer)
+    if blocks < _blocks(longest, config.block_size):
+        if config.max_model_len or not blocks:
+            need = _blocks(longest, config.block_size)
+            raise UserError(
+                f"the KV cache holds {max(blocks, 0)} blocks of {config.block_size}, and one request of "
+                f"{longest} tokens needs {need} ({need * per_block / MIB:.0f} MiB): "
+                "give --kv-cache-memory more, or --max-model-len less"
+            )
+        longest = blocks * config.block_size
+    return EngineSizes(longest, blocks, config.block_size, max_num_seqs, token_budget)
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _num_blocks(config: EngineConfig, per_block: int, wanted: int, weight_bytes: int, on_cpu: bool) -> int:
+    """Blocks as told, or as many as all requests could ever want and as there is memory for."""
+    if config.num_kv_blocks is not None:
+        if on_cpu and config.num_kv_blocks * per_block > available_memory():
+            raise UserError(
+                f"--num-kv-blocks {config.num_kv_blocks} takes {config.num_kv_blocks * per_block / MIB:.0f} MiB, "
+                f"and {available_memory() / MIB:.0f} MiB are free: give it less"
+            )
+        return config.num_kv_blocks
+    if config.kv_cache_memory is not None:
+        if on_cpu and int(config.kv_cache_memory) > available_memory():
+            raise UserError(
+                f"--kv-cache-memory {int(config.kv_cache_memory) / MIB:.0f}MiB is more than the "
+                f"{available_memory() / MIB:.0f} MiB that are free: give it less"
+            )
+        return int(config.kv_cache_memory) // per_block
+    if on_cpu:
+        if config.memory_utilization is not None:
+            room = int(available_memory() * config.memory_utilization)
+        else:
+            room = min(CPU_KV_CACHE_BYTES, int(available_memory() * _CPU_SHARE_OF_FREE))
+    else:
+        share = config.memory_utilization or _ACCELERATOR_UTILIZATION
+        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+        room = int(limit * share) - weight_bytes
+    return min(wanted, room // per_block)
+
+
+def available_memory() -> int:
+    """Bytes of memory that this process may still take: the machine's, or its control group's if that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts what the page cache would give back, which sysconf does not
+        fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
+        free = min(free, int(text) - int(used.read_text(encoding="ascii")))
+    return max(free, 0)
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds now; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    fields = dict(line.split(":", 1) for line in status.read_text(encoding="ascii").splitlines() if ":" in line)
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+def startup_report(
+    model: ModelConfig, sizes: EngineSizes, dtype: str, weight_bytes: int, temporary_bytes: int, backend: str
+) -> list[str]:
+    """What the engine is about to use, a line per subject. Call it when everything is loaded and compiled."""
+    cache_bytes = sizes.num_blocks * block_bytes(model, sizes.block_size, dtype)
+    parts = {"weights": weight_bytes, "KV cache": cache_bytes, "temporaries of the largest step": temporary_bytes}
+    total = resident_memory()
+    if total:
+        # Steps have run on nothing so far: their temporaries may not be touched yet.
+        parts["program"] = max(0, total - weight_bytes - cache_bytes)
+        total += temporary_bytes
+    else:
+        total = sum(parts.values())
+    listed = ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in parts.items())
+    tokens = sizes.num_blocks * sizes.block_size
+    full = sizes.num_blocks // _blocks(sizes.max_model_len, sizes.block_size)
+    device = jax.devices()[0]
+    return [
+        f"{model.family} in {dtype} on {device.device_kind} ({device.platform}), attention backend {backend}",
+        f"memory: {listed}; {total / MIB:,.0f} MiB in all",
+        f"KV cache: {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens; "
+        f"{full} requests of {sizes.max_model_len:,} tokens fit at once",
+        f"at most {sizes.max_num_seqs} sequences and {sizes.token_budget} tokens in a step",
+    ]
