@@ -91,6 +91,11 @@ class Engine:
         return bool(self._requests or self._in_flight)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._runner.shapes.vocab_size
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that wait for a place."""
         return len(self._scheduler.waiting)
@@ -160,7 +165,7 @@ class Engine:
             step = self._in_flight.popleft()
             touched = self._commit(step)
         except jax.errors.JaxRuntimeError as error:
-            return self._fail_all(error)
+            return self.fail_all(error)
         outputs = [delta for request in touched if (delta := request.delta())]
         for output in outputs:
             if output.finished:
@@ -173,7 +178,7 @@ class Engine:
         count, limit = len(prompt_token_ids), self.sizes.max_model_len
         if not count:
             raise ValueError("prompt has no tokens")
-        vocab = self._runner.shapes.vocab_size
+        vocab = self.vocab_size
         bad = next((i for i in prompt_token_ids if not 0 <= i < vocab), None)
         if bad is not None:
             raise ValueError(f"prompt has token id {bad}, and the vocabulary ends at {vocab - 1}")
@@ -304,8 +309,8 @@ class Engine:
             generation.finish_reason = generation.finish_reason or "error"
             self._leave(generation.sequence)
 
-    def _fail_all(self, error: Exception) -> list[RequestOutput]:
-        """The device failed: every request that runs or waits ends with an error, and the cache starts anew."""
+    def fail_all(self, error: Exception) -> list[RequestOutput]:
+        """The device failed: end every request with an error, and start with an empty cache."""
         self._in_flight.clear()
         outputs = []
         for request in list(self._requests.values()):

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from pagedjax import AsyncLLM, CompletionOutput, RequestOutput, UserError
-from pagedjax.tokenizer import Tokenizer
+from pagedjax import Tokenizer
 from server.body import read_body
 from server.errors import bad_request
 from server.gate import check_model

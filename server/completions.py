@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from pagedjax import CompletionOutput, RequestOutput
-from pagedjax.tokenizer import Tokenizer
+from pagedjax import Tokenizer
 from server.body import read_body
 from server.gate import check_model
 from server.generation import Generation, Usage, answer, new_id

@@ -42,7 +42,6 @@ class ServerConfig:
     log_requests: bool = False
     hang_timeout: float = 60.0
     request_timeout: float | None = None
-    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -67,5 +66,3 @@ class ServerConfig:
         ):
             if seconds is not None and seconds <= 0:
                 raise UserError(f"{flag} must be above 0 seconds, got {seconds:g}")
-        if self.chat_template is not None:
-            raise UserError("--chat-template is not built yet: leave the flag out")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax import Logprob
-from pagedjax.tokenizer import Tokenizer
+from pagedjax import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 

@@ -11,7 +11,6 @@ from pagedjax.config import SamplingParams
 from pagedjax.sampling import SamplingInput
 from pagedjax.sampling_rows import SamplingRows, derive_key
 
-
 DEVICE = {  # what the device takes for "nothing asked"
     "temperature": (np.float32, 0),
     "top_k": (np.int32, 0),

@@ -14,8 +14,8 @@ from pagedjax.checkpoint import cache_root, conversion, open_checkpoint
 from pagedjax.checkpoint.cache import file_digest, folder_in_cache
 from pagedjax.config import UserError
 
-# Fills the folder "made" slowly, and logs that it began.
-SLOW_FILL = """
+# Fills the folder "made", logs that it began, and goes on half way only when the gate is there.
+GATED_FILL = """
 import sys, time
 from pathlib import Path
 from pagedjax.checkpoint.cache import folder_in_cache
@@ -24,17 +24,18 @@ def fill(folder):
     with Path(sys.argv[1]).open("a") as log:
         log.write("begun\\n")
     (folder / "half").write_text("x")
-    time.sleep(float(sys.argv[2]))
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
     (folder / "whole").write_text("y")
 
 print(folder_in_cache("made", lambda folder: (folder / "whole").is_file(), fill))
 """
 
 
-def slow_filler(log: Path, seconds: float) -> subprocess.Popen[str]:
+def filler(log: Path, gate: Path) -> subprocess.Popen[str]:
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root}
-    command = [sys.executable, "-c", SLOW_FILL, str(log), str(seconds)]
+    command = [sys.executable, "-c", GATED_FILL, str(log), str(gate)]
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -57,25 +58,27 @@ def silent(done: int, total: int) -> None:
 
 
 def test_two_at_once_make_it_once_and_both_get_it(tmp_path: Path, cache: Path) -> None:
-    log = tmp_path / "log"
-    first = slow_filler(log, 1.5)
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    first = filler(log, gate)
     wait_for(log)
-    second = slow_filler(log, 0)
-    outcomes = [process.communicate(timeout=60) for process in (first, second)]
-    assert [out.strip() for out, _ in outcomes] == [str(cache / "made")] * 2
-    assert "waiting for another process" in outcomes[1][1]
+    second = filler(log, gate)
+    assert second.stderr is not None
+    assert "waiting for another process" in second.stderr.readline()
+    gate.touch()
+    assert [p.communicate(timeout=60)[0].strip() for p in (first, second)] == [str(cache / "made")] * 2
     assert log.read_text() == "begun\n"
     assert sorted(path.name for path in (cache / "made").iterdir()) == ["half", "whole"]
 
 
 def test_what_a_killed_process_leaves_is_never_taken_for_whole(tmp_path: Path, cache: Path) -> None:
-    log = tmp_path / "log"
-    killed = slow_filler(log, 600)
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    killed = filler(log, gate)
     wait_for(cache / ".made.partial" / "half")
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
     assert not (cache / "made").exists()
-    out, _ = slow_filler(log, 0).communicate(timeout=60)
+    gate.touch()
+    out, _ = filler(log, gate).communicate(timeout=60)
     assert out.strip() == str(cache / "made")
     assert (cache / "made" / "whole").is_file()
     assert not (cache / ".made.partial").exists()

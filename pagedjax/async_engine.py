@@ -1,0 +1,264 @@
+"""``AsyncLLM``: the engine in a thread of its own, its outputs as async iterators."""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from pagedjax.config import EngineConfig, SamplingParams
+from pagedjax.engine import Engine
+from pagedjax.loading import Say, load_engine, say_on_stderr
+from pagedjax.metrics import Metrics
+from pagedjax.request import OutputCollector, RequestOutput
+from pagedjax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Longer texts are tokenized in a thread, so that the event loop goes on.
+_LONG_TEXT = 4096
+
+
+class QueueFull(Exception):
+    """As many requests wait as may wait: try again later."""
+
+
+class RequestError(Exception):
+    """The engine failed on this request; the message has the id under which the log tells why."""
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Where a request's deltas go."""
+
+    loop: asyncio.AbstractEventLoop
+    deltas: asyncio.Queue[RequestOutput]
+
+
+class AsyncLLM:
+    """A loaded model for asyncio programs.
+
+    Args:
+        model: ``demo``, a folder, a ``.gguf`` file or a hub id.
+        max_queue: sequences that may wait before ``generate`` raises ``QueueFull``; None for no limit.
+        chat_template: takes the place of the model's own: Jinja text or a file's path.
+        say: gets the lines of the start-up's progress.
+        flags: every engine flag as a keyword (see ``EngineConfig``).
+
+    Raises:
+        UserError: the model can't be loaded or does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_queue: int | None = None,
+        chat_template: str | None = None,
+        say: Say = say_on_stderr,
+        **flags: Any,
+    ):
+        self._engine: Engine = load_engine(EngineConfig(model=model, **flags), chat_template, say)
+        self._max_queue = max_queue
+        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        self._last_step = time.monotonic()
+        self._dead: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="pagedjax-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None where it has none."""
+        return self._engine.tokenizer
+
+    @property
+    def metrics_registry(self) -> Metrics:
+        """What the engine counts."""
+        return self._engine.metrics
+
+    @property
+    def model_name(self) -> str:
+        """What to call the model."""
+        return self._engine.metrics.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return self._engine.sizes.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._engine.vocab_size
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def metrics(self) -> dict[str, float]:
+        """The engine's numbers, by the names of ``/metrics`` without their prefix."""
+        return self._engine.metrics.as_dict()
+
+    def is_healthy(self, hang_timeout: float) -> bool:
+        """Whether the engine lives and, where work waits, a step ended within ``hang_timeout`` seconds."""
+        if self._dead is not None or not self._thread.is_alive():
+            return False
+        return not self._engine.has_work or time.monotonic() - self._last_step < hang_timeout
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        delta: bool = False,
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt: yields its output as it grows, at most once a step.
+
+        Closing the iterator, or cancelling the task that reads it, aborts the request and frees its blocks.
+
+        Args:
+            prompt: text or token ids.
+            params: how to sample.
+            request_id: a name of its own; made up where there is none.
+            delta: yield only what is new each time, instead of everything so far.
+            add_special_tokens: to a text, as the tokenizer does (its beginning-of-sequence token).
+
+        Raises:
+            ValueError: the request can't be served; the message begins with the field at fault.
+            QueueFull: too many wait already.
+            RequestError: the engine failed on this request.
+        """
+        params = params or SamplingParams()
+        token_ids = await self._encode(prompt, add_special_tokens)
+        request_id = request_id or f"request-{next(self._ids)}"
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        text = prompt if isinstance(prompt, str) else None
+        collector = OutputCollector()
+        try:
+            await self._call(lambda: self._add(stream, request_id, token_ids, params, text))
+            finished = False
+            while not finished:
+                output = await stream.deltas.get()
+                if output.error:
+                    raise RequestError(output.error)
+                finished = output.finished
+                yield output if delta else collector.add(output)
+        finally:
+            self._commands.put(lambda: self._abort(request_id, stream))
+
+    async def shutdown(self) -> None:
+        """Abort what runs and end the engine's thread."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("prompt is text, and this model has no tokenizer: give token ids")
+        if len(prompt) < _LONG_TEXT:
+            return self.tokenizer.encode(prompt, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens)
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        """Run in the engine's thread, between two steps; raises what it raises."""
+        done: Future[None] = Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(function())
+            except BaseException as error:  # goes to the caller, whatever it is
+                done.set_exception(error)
+
+        self._commands.put(command)
+        if self._dead is not None:
+            raise RequestError("the engine has stopped; its log says why")
+        await asyncio.wrap_future(done)
+
+    # ---- the engine's thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._do_commands():
+                if self._engine.has_work:
+                    self._deliver(self._step())
+        except BaseException as error:  # nothing can go on: say so to everybody who waits
+            logger.critical("the engine stopped", exc_info=error)
+            self._dead = error
+            self._deliver(
+                [
+                    RequestOutput(
+                        request_id=request_id, prompt=None, prompt_token_ids=[], outputs=[], finished=True,
+                        error="the engine has stopped; its log says why",
+                    )
+                    for request_id in self._streams
+                ]
+            )  # fmt: skip
+
+    def _do_commands(self) -> bool:
+        """What was asked for since the last step; waits where there is nothing else to do. False to end."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                for request_id in list(self._streams):
+                    self._engine.abort(request_id)
+                self._streams.clear()
+                return False
+            if not self._engine.has_work:
+                self._last_step = time.monotonic()  # the time without work is no hang
+            command()
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self._engine.step()
+        except Exception as error:  # a fault of ours: the requests that ran end with it, the next ones are served
+            return self._engine.fail_all(error)
+        finally:
+            self._last_step = time.monotonic()
+
+    def _add(
+        self, stream: _Stream, request_id: str, token_ids: list[int], params: SamplingParams, text: str | None
+    ) -> None:
+        if self._max_queue is not None and self._engine.num_waiting >= self._max_queue:
+            self._engine.metrics.observe_rejection("queue_full")
+            raise QueueFull(f"{self._engine.num_waiting} requests wait already: try again later")
+        self._engine.add_request(request_id, token_ids, params, text)
+        self._streams[request_id] = stream
+
+    def _abort(self, request_id: str, stream: _Stream) -> None:
+        # A request that was refused for its id must not end the one that has it.
+        if self._streams.get(request_id) is stream:
+            self._engine.abort(request_id)
+            del self._streams[request_id]
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """One wake-up per event loop and step, however many requests have news."""
+        news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = defaultdict(list)
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                news[stream.loop].append((stream, output))
+        for loop, items in news.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_put_all, items)
+
+
+def _put_all(items: list[tuple[_Stream, RequestOutput]]) -> None:
+    for stream, output in items:
+        stream.deltas.put_nowait(output)
