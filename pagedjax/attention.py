@@ -96,7 +96,7 @@ def paged_attention_xla(
     tile_ends = jnp.cumsum(_tiles_per_sequence(batch))
 
     def prefill_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        seq = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
+        seq = jnp.sum(tile_ends <= i, dtype=jnp.int32)
         in_seq = i - jnp.where(seq > 0, tile_ends[seq - 1], 0)
         end = batch.cu_q_lens[seq + 1]
         first = batch.cu_q_lens[seq] + in_seq * QUERY_TILE

@@ -123,7 +123,7 @@ def step(graphdef: Any, params: Any, kv_cache: KVCache, step_input: StepInput) -
 
 
 def _sample_rows(model: Decoder, hidden: jax.Array, kv_cache: KVCache, step_input: StepInput) -> SampleOutput:
-    """Sample all R rows, or just the first few where no more are asked for: the head is the widest product."""
+    """Sample the R rows. The head is the widest product: where few rows are asked for, only few are computed."""
     rows = step_input.logit_rows.shape[0]
     few = min_rows(model.embedding[...].dtype)
 
@@ -131,15 +131,14 @@ def _sample_rows(model: Decoder, hidden: jax.Array, kv_cache: KVCache, step_inpu
         table = step_input.batch.block_tables[step_input.logit_seqs[row]]
         return kv_cache.token_ids[table].reshape(-1)
 
-    def first(count: int) -> SampleOutput:
+    def logits(count: int) -> jax.Array:
         wanted = jnp.pad(step_input.logit_rows[:count], (0, max(0, few - count)))
-        logits = model.logits(hidden[wanted])[:count]
-        sampled = sample(logits, jax.tree.map(lambda a: a[:count], step_input.sampling), history)
-        return jax.tree.map(lambda a: jnp.pad(a, [(0, rows - count)] + [(0, 0)] * (a.ndim - 1)), sampled)
+        return jnp.pad(model.logits(hidden[wanted])[:count], ((0, rows - count), (0, 0)))
 
     if rows <= few:
-        return first(rows)
-    return lax.cond(step_input.num_logit_rows <= few, lambda: first(few), lambda: first(rows))
+        return sample(logits(rows), step_input.sampling, history)
+    enough = step_input.num_logit_rows <= few
+    return sample(lax.cond(enough, lambda: logits(few), lambda: logits(rows)), step_input.sampling, history)
 
 
 def _prompt_logprobs(model: Decoder, hidden: jax.Array, step_input: StepInput) -> PromptLogprobs:

@@ -149,7 +149,8 @@ class Decoder(nnx.Module):
         """
         config = self.config
         x = self.embedding[...][token_ids].astype(jnp.float32) * config.embedding_scale
-        kinds = {layer.rope for layer in config.layers}
+        # No set: its order would change the compiled program, and its key in the compilation cache, from run to run.
+        kinds = dict.fromkeys(layer.rope for layer in config.layers)
         rope = {kind: rope_angles(kind, config.head_dim, positions) for kind in kinds}
         context = TokenContext(slots, batch, rope)
         keys, values = [], []

@@ -1,0 +1,222 @@
+"""``pagedjax bench throughput``: many requests at once, and what each of them waited for."""
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pagedjax.config import EngineConfig, SamplingParams, UserError
+from pagedjax.engine import Engine
+from pagedjax.loading import Say, load_engine, say_on_stderr
+from pagedjax.request import RequestMetrics
+from pagedjax.traces import read_trace
+from pagedjax.weights import resolve_dtype
+
+Lengths = tuple[int, int]  # prompt tokens, output tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What to run. Lengths are in tokens.
+
+    Attributes:
+        num_prompts: requests; with a trace, its first ones.
+        input_len: of each prompt.
+        output_len: of each output.
+        shared_prefix_len: so many tokens at the beginning of all prompts are the same.
+        trace: a file to take the lengths from instead (see ``traces.read_trace``).
+        trace_scale: the trace's lengths are multiplied by it.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+
+    num_prompts: int = 32
+    input_len: int = 128
+    output_len: int = 64
+    shared_prefix_len: int = 0
+    trace: Path | None = None
+    trace_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.shared_prefix_len < 0 or (self.trace is None and self.shared_prefix_len > self.input_len):
+            rule = "from 0 to --input-len" if self.trace is None else "at least 0"
+            raise UserError(f"--shared-prefix-len must be {rule}, got {self.shared_prefix_len}")
+        if not self.trace_scale > 0:
+            raise UserError(f"--trace-scale must be above 0, got {self.trace_scale:g}")
+
+    def lengths(self) -> list[Lengths]:
+        """Of each request.
+
+        Raises:
+            UserError: the trace cannot be read, or is too short.
+        """
+        if self.trace is None:
+            return [(self.input_len, self.output_len)] * self.num_prompts
+        requests = read_trace(self.trace, self.num_prompts)
+        if len(requests) < self.num_prompts:
+            raise UserError(f"{self.trace} has {len(requests)} requests: give --num-prompts no more")
+        pairs = ((request.prompt_tokens, request.output_tokens) for request in requests)
+        return [(self._scaled(prompt), self._scaled(output)) for prompt, output in pairs]
+
+    def _scaled(self, tokens: int) -> int:
+        return max(1, round(tokens * self.trace_scale))
+
+
+def clip(lengths: Sequence[Lengths], max_model_len: int) -> tuple[list[Lengths], int]:
+    """Lengths that fit, the prompt shortened before the output, and how many had to be clipped."""
+    clipped = []
+    for prompt, output in lengths:
+        kept = min(output, max_model_len - 1)
+        clipped.append((min(prompt, max_model_len - kept), kept))
+    return clipped, sum(new != old for new, old in zip(clipped, lengths, strict=True))
+
+
+def random_prompts(
+    lengths: Sequence[Lengths], vocab_size: int, shared_prefix_len: int = 0, seed: int = 0
+) -> list[list[int]]:
+    """Token ids at random for each request's prompt, the first ``shared_prefix_len`` the same in all."""
+    random = np.random.default_rng(seed)
+    prefix = random.integers(vocab_size, size=shared_prefix_len).tolist()
+    sizes = [prompt for prompt, _ in lengths]
+    rests = [random.integers(vocab_size, size=max(0, size - shared_prefix_len)).tolist() for size in sizes]
+    return [prefix[:size] + rest for size, rest in zip(sizes, rests, strict=True)]
+
+
+def bench_throughput(
+    config: EngineConfig, workload: Workload, version: str, say: Say = say_on_stderr
+) -> dict[str, Any]:
+    """Load a model, run a workload on it, and return the numbers (CONTRACT: ``bench throughput``).
+
+    Loading has compiled every step and run each once: what is measured compiles nothing.
+
+    Args:
+        config: of the engine; its seed draws the prompts too.
+        workload: what to run.
+        version: of pagedjax, for the record.
+        say: gets the lines of progress.
+
+    Raises:
+        UserError: the model can't be loaded, or the workload does not fit.
+    """
+    lengths = workload.lengths()
+    engine = load_engine(config, say=say)
+    if workload.trace is not None:
+        lengths, clipped = clip(lengths, engine.sizes.max_model_len)
+        if clipped:
+            say(f"{clipped} of {len(lengths)} requests clipped to {engine.sizes.max_model_len} tokens in all")
+    prompts = random_prompts(lengths, engine.vocab_size, workload.shared_prefix_len, config.seed)
+    numbers = measure(engine, prompts, [output for _, output in lengths])
+    device = jax.devices()[0]
+    return numbers | {
+        # Linux counts it in KiB.
+        "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "version": version,
+        "jax": jax.__version__,
+        "device": f"{device.device_kind} ({device.platform})",
+        "dtype": resolve_dtype(config.dtype),
+        "model": config.model,
+    }
+
+
+@dataclass
+class _Timeline:
+    """A request's moments, in seconds: of the engine, and when each of its tokens came out."""
+
+    metrics: RequestMetrics | None = None
+    tokens: list[float] = field(default_factory=list)
+
+
+def measure(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    output_lens: Sequence[int],
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Any]:
+    """Submit all requests at once, run them greedily to their full length, and return the numbers.
+
+    Args:
+        engine: warmed up, idle.
+        prompts: token ids of each request.
+        output_lens: output tokens of each request; the end-of-sequence token is ignored.
+        clock: the engine's own, in seconds.
+
+    Raises:
+        UserError: a request does not fit.
+    """
+    before = engine.metrics.as_dict()
+    timelines = {str(index): _Timeline() for index in range(len(prompts))}
+    began = clock()
+    for request_id, prompt, output_len in zip(timelines, prompts, output_lens, strict=True):
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len)
+        try:
+            engine.add_request(request_id, prompt, params)
+        except ValueError as error:
+            raise UserError(f"{error}: give --max-model-len more, or shorter requests") from None
+    while engine.has_work:
+        outputs = engine.step()
+        now = clock()
+        for output in outputs:
+            if output.error:
+                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+            timeline = timelines[output.request_id]
+            timeline.metrics = output.metrics
+            timeline.tokens += [now] * sum(len(sample.token_ids) for sample in output.outputs)
+    elapsed = clock() - began
+    after = engine.metrics.as_dict()
+    spent = {name: after[name] - before.get(name, 0) for name in after}
+    numbers = _numbers(list(timelines.values()), elapsed, sum(map(len, prompts)), spent)
+    return numbers | {"kv_waste": round(engine.kv_waste, 5)}
+
+
+def _numbers(
+    timelines: Sequence[_Timeline], elapsed: float, prompt_tokens: int, spent: dict[str, float]
+) -> dict[str, Any]:
+    ttft, tpot, itl, e2el = [], [], [], []
+    for timeline in timelines:
+        times, tokens = timeline.metrics, timeline.tokens
+        assert times is not None, "every request has an output"
+        assert times.first_token_time is not None
+        assert times.last_token_time is not None
+        ttft.append(times.first_token_time - times.arrival_time)
+        e2el.append(times.last_token_time - times.arrival_time)
+        if len(tokens) > 1:
+            tpot.append((times.last_token_time - times.first_token_time) / (len(tokens) - 1))
+        itl += np.diff(tokens).tolist()
+    output_tokens = sum(len(timeline.tokens) for timeline in timelines)
+    steps = round(spent["step_host_seconds_count"])
+    return {
+        "num_prompts": len(timelines),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "elapsed_s": round(elapsed, 4),
+        "requests_per_s": round(len(timelines) / elapsed, 3),
+        "output_tokens_per_s": round(output_tokens / elapsed, 2),
+        "total_tokens_per_s": round((prompt_tokens + output_tokens) / elapsed, 2),
+        "ttft_ms": _spread(ttft),
+        "tpot_ms": _spread(tpot),
+        "itl_ms": _spread(itl),
+        "e2el_ms": _spread(e2el),
+        "preemptions": round(spent["num_preemptions"]),
+        "compiles_after_warmup": round(spent["compiles_after_warmup"]),
+        "steps": steps,
+        "host_ms_per_step": round(1000 * spent["step_host_seconds_sum"] / steps, 4),
+    }
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    """In milliseconds; None where there is nothing, as between the tokens of one-token outputs."""
+    if not seconds:
+        return None
+    ms = np.asarray(seconds) * 1000
+    spread = {"mean": ms.mean(), "median": np.median(ms)}
+    spread |= {"p90": np.percentile(ms, 90), "p99": np.percentile(ms, 99)}
+    return {name: round(float(value), 3) for name, value in spread.items()}
