@@ -71,6 +71,8 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._last_step = time.monotonic()
         self._dead: BaseException | None = None
+        self._ended: str | None = None  # why nothing is served any more
+        self._ending = threading.Lock()  # makes "ended, or queued before that" one decision
         self._thread = threading.Thread(target=self._run, name="pagedjax-engine", daemon=True)
         self._thread.start()
 
@@ -137,7 +139,7 @@ class AsyncLLM:
         Raises:
             ValueError: the request can't be served; the message begins with the field at fault.
             QueueFull: too many wait already.
-            RequestError: the engine failed on this request.
+            RequestError: the engine failed on this request, or has ended.
         """
         params = params or SamplingParams()
         token_ids = await self._encode(prompt, add_special_tokens)
@@ -158,7 +160,7 @@ class AsyncLLM:
             self._commands.put(lambda: self._abort(request_id, stream))
 
     async def shutdown(self) -> None:
-        """Abort what runs and end the engine's thread."""
+        """End the engine's thread; requests that run end with ``RequestError``, as do later ones."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -179,13 +181,16 @@ class AsyncLLM:
             if not done.set_running_or_notify_cancel():
                 return
             try:
+                if self._ended:
+                    raise RequestError(self._ended)
                 done.set_result(function())
             except BaseException as error:  # goes to the caller, whatever it is
                 done.set_exception(error)
 
-        self._commands.put(command)
-        if self._dead is not None:
-            raise RequestError("the engine has stopped; its log says why")
+        with self._ending:
+            if self._ended:
+                raise RequestError(self._ended)
+            self._commands.put(command)
         await asyncio.wrap_future(done)
 
     # ---- the engine's thread ----
@@ -198,15 +203,25 @@ class AsyncLLM:
         except BaseException as error:  # nothing can go on: say so to everybody who waits
             logger.critical("the engine stopped", exc_info=error)
             self._dead = error
-            self._deliver(
-                [
-                    RequestOutput(
-                        request_id=request_id, prompt=None, prompt_token_ids=[], outputs=[], finished=True,
-                        error="the engine has stopped; its log says why",
-                    )
-                    for request_id in self._streams
-                ]
-            )  # fmt: skip
+            self._end("the engine has stopped; its log says why")
+        else:
+            for request_id in self._streams:
+                self._engine.abort(request_id)
+            self._end("the engine was shut down")
+
+    def _end(self, why: str) -> None:
+        """Say so to everybody who waits: for tokens, or for a command to run."""
+        with self._ending:
+            self._ended = why
+        for request_id, stream in self._streams.items():
+            output = RequestOutput(
+                request_id=request_id, prompt=None, prompt_token_ids=[], outputs=[], finished=True, error=why
+            )
+            _send(stream.loop, [(stream, output)])
+        self._streams.clear()
+        while not self._commands.empty():
+            if command := self._commands.get():
+                command()
 
     def _do_commands(self) -> bool:
         """What was asked for since the last step; waits where there is nothing else to do. False to end."""
@@ -216,9 +231,6 @@ class AsyncLLM:
             except queue.Empty:
                 return True
             if command is None:
-                for request_id in list(self._streams):
-                    self._engine.abort(request_id)
-                self._streams.clear()
                 return False
             if not self._engine.has_work:
                 self._last_step = time.monotonic()  # the time without work is no hang
@@ -255,8 +267,18 @@ class AsyncLLM:
             if stream is not None:
                 news[stream.loop].append((stream, output))
         for loop, items in news.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_put_all, items)
+            if not _send(loop, items):  # nobody reads them any more
+                for stream, output in items:
+                    self._abort(output.request_id, stream)
+
+
+def _send(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, RequestOutput]]) -> bool:
+    """Put outputs on their streams, in their loop's thread; False where that loop is closed."""
+    try:
+        loop.call_soon_threadsafe(_put_all, items)
+    except RuntimeError:  # it may close at any moment, so there is no use in asking it first
+        return False
+    return True
 
 
 def _put_all(items: list[tuple[_Stream, RequestOutput]]) -> None:

@@ -160,6 +160,8 @@ def measure(
         try:
             engine.add_request(request_id, prompt, params)
         except ValueError as error:
+            for other in timelines:
+                engine.abort(other)
             raise UserError(f"{error}: give --max-model-len more, or shorter requests") from None
     while engine.has_work:
         outputs = engine.step()

@@ -192,8 +192,10 @@ def _serve(args: argparse.Namespace) -> int:
     from server import ServerConfig, serve
 
     settings = given(args, SERVER_FLAGS)
-    if "PAGEDJAX_API_KEY" in os.environ:
-        settings.setdefault("api_keys", (os.environ["PAGEDJAX_API_KEY"],))
+    if "api_keys" not in settings and (key := os.environ.get("PAGEDJAX_API_KEY")) is not None:
+        if not key:  # a secret that was lost must not leave the door open
+            raise UserError("PAGEDJAX_API_KEY is empty: put a key in it, or unset it")
+        settings["api_keys"] = (key,)
     flags = given(args, ENGINE_FLAGS)
     return serve(
         ServerConfig(**settings),

@@ -15,7 +15,7 @@ from pagedjax.blocks import BlockPool
 from pagedjax.config import SamplingParams
 from pagedjax.generation import Generation, RunningRequest, TokenResult
 from pagedjax.metrics import Metrics
-from pagedjax.pack import PackedRow
+from pagedjax.pack import PackedRow, StepPacker
 from pagedjax.request import RequestOutput, Sequence, SequenceState
 from pagedjax.runner import StepRunner
 from pagedjax.sampling_rows import derive_key
@@ -67,7 +67,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.sizes, self.metrics, self.tokenizer = sizes, metrics, tokenizer
-        self._runner, self._clock = runner, clock
+        self._runner, self._packer, self._clock = runner, StepPacker(runner.shapes), clock
         self._eos = tuple(eos_token_ids)
         self._seeds = np.random.default_rng(seed)
         self._pool = BlockPool(sizes.num_blocks)
@@ -194,7 +194,8 @@ class Engine:
 
     def _dispatch(self, plan: SchedulePlan) -> None:
         rows = [self._row(share) for share in plan]
-        output = self._runner.dispatch(self._runner.pack(rows, len(plan.decodes)))
+        step_input = self._packer.pack(rows, len(plan.decodes), self._runner.last_tokens)
+        output = self._runner.dispatch(step_input)
         counts = tuple(len(row.prompt_targets) for row in rows)
         self._in_flight.append(_StepInFlight(plan, output, counts, self._clock()))
 
@@ -205,13 +206,13 @@ class Engine:
         if self._admissions[lane] != sequence.admission:
             self._admissions[lane] = sequence.admission
             params, prompt_len = generation.device_params, sequence.num_prompt
-            self._runner.sampling_rows.set(lane, params, prompt_len, generation.key)
+            self._packer.sampling_rows.set(lane, params, prompt_len, generation.key)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = self._clock()
         if share.samples and generation.has_constraints:
-            self._runner.sampling_rows.clear_forbidden(lane)
+            self._packer.sampling_rows.clear_forbidden(lane)
             if forbidden := generation.forbidden(share.start + share.num_tokens - sequence.num_prompt):
-                self._runner.sampling_rows.forbid(lane, forbidden)
+                self._packer.sampling_rows.forbid(lane, forbidden)
         end = share.start + share.num_tokens
         tokens = sequence.token_ids[share.start : end]
         feedback = len(tokens) < share.num_tokens  # the step in flight is sampling it

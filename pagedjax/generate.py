@@ -44,6 +44,8 @@ def generate(
             text, token_ids = _encode(engine.tokenizer, prompt.content, chat)
             engine.add_request(str(index), token_ids, params, text)
         except ValueError as error:
+            for other in range(index):
+                engine.abort(str(other))
             raise UserError(f"{prompt.where}: {error}") from None
     failed = _print_text(engine) if streams else _print_json(engine, prompts)
     for index, reason in failed:

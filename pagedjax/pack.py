@@ -78,14 +78,14 @@ class PackedRow(NamedTuple):
 class StepPacker:
     """Packs plans into ``StepInput``. It keeps each lane's block table and sampling settings between steps.
 
-    Args:
+    Attributes:
         shapes: the sizes.
         sampling_rows: each lane's sampling settings; the caller sets them when a sequence gets its lane.
     """
 
-    def __init__(self, shapes: StepShapes, sampling_rows: SamplingRows):
+    def __init__(self, shapes: StepShapes):
         self.shapes = shapes
-        self.sampling_rows = sampling_rows
+        self.sampling_rows = SamplingRows(shapes.num_lanes, shapes.vocab_size, MAX_LOGIT_BIAS)
         self._tables = np.zeros((shapes.num_lanes, shapes.max_blocks), np.int32)
         self._table_keys: list[object] = [None] * shapes.num_lanes
         self._table_lens = [0] * shapes.num_lanes

@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pagedjax.config import ModelConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
-from pagedjax.pack import StepPacker
-from pagedjax.sampling_rows import SamplingRows
-from pagedjax.config import MAX_LOGIT_BIAS, ModelConfig
-from pagedjax.pack import StepShapes
+from pagedjax.pack import StepPacker, StepShapes
 from pagedjax.step import StepInput, StepOutput, step
 
 # Compiling is mostly single-threaded C++ that lets other Python threads run.
@@ -43,14 +41,12 @@ class StepRunner:
 
     def __init__(self, graphdef: Any, params: Any, config: ModelConfig, shapes: StepShapes, dtype: str):
         self.shapes = shapes
-        self.sampling_rows = SamplingRows(shapes.num_lanes, shapes.vocab_size, MAX_LOGIT_BIAS)
-        self.packer = StepPacker(shapes, self.sampling_rows)
         self._graphdef, self._params = graphdef, params
         self._new_cache = partial(init_kv_cache, config, shapes.num_blocks, shapes.block_size, dtype)
         self._kv_cache: KVCache | None = None
         self._compiled: dict[int, Any] = {}
         self._jitted = jax.jit(step, static_argnums=0, donate_argnums=2)
-        self._last_tokens = jnp.zeros(shapes.num_lanes, jnp.int32)
+        self.last_tokens = jnp.zeros(shapes.num_lanes, jnp.int32)  # each lane's, of the last step dispatched
         self.compiles_after_warmup = 0
         self._warm = False
 
@@ -60,7 +56,8 @@ class StepRunner:
         Args:
             on_compiled: told the bucket and its seconds each time one is ready.
         """
-        example = {bucket: self._example(bucket) for bucket in self.shapes.buckets}
+        packer = StepPacker(self.shapes)
+        example = {b: packer.pack([], 0, self.last_tokens, bucket=b) for b in self.shapes.buckets}
         with ThreadPoolExecutor(COMPILE_THREADS) as pool:
             jobs = [pool.submit(self._compile, example[bucket]) for bucket in reversed(self.shapes.buckets)]
             for job in as_completed(jobs):
@@ -90,21 +87,13 @@ class StepRunner:
             self.compiles_after_warmup += self._warm
             self._compiled[bucket] = self._compile(step_input)[1]
         self._kv_cache, output = self._compiled[bucket](self._params, self._kv_cache, step_input)
-        self._last_tokens = output.last_tokens
+        self.last_tokens = output.last_tokens
         return output
-
-    def pack(self, rows: list[Any], num_decodes: int) -> StepInput:
-        """See ``StepPacker.pack``; the tokens to feed back are those of the last step dispatched."""
-        return self.packer.pack(rows, num_decodes, self._last_tokens)
 
     @property
     def num_compiled(self) -> int:
         """Shapes that are compiled."""
         return len(self._compiled)
-
-    def _example(self, bucket: int) -> StepInput:
-        """A step of ``bucket`` tokens, all of them padding."""
-        return self.packer.pack([], 0, self._last_tokens, bucket=bucket)
 
     def _compile(self, step_input: StepInput) -> tuple[int, Any, float]:
         start = time.perf_counter()

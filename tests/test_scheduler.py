@@ -335,7 +335,7 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 
 REQUESTS = st.fixed_dictionaries(
     {
-        "num_prompt": st.integers(1, 8),
+        "num_prompt": st.one_of(st.integers(1, 8), st.integers(1, 8), st.integers(9, 24)),
         "max_tokens": st.integers(0, 16),
         "n": st.sampled_from([1, 1, 1, 2, 3]),
         "waits": st.sampled_from([False, False, True]),

@@ -240,7 +240,6 @@ def test_a_taken_port() -> None:
         ({"shutdown_timeout": -1}, "--shutdown-timeout"),
         ({"hang_timeout": 0}, "--hang-timeout"),
         ({"request_timeout": 0}, "--request-timeout"),
-        ({"chat_template": "x.jinja"}, "not built yet"),
     ],
     ids=str,
 )
