@@ -1,30 +1,55 @@
-"""pagedjax: serve decoder-only language models with JAX, from a paged KV cache."""
+"""pagedjax: serve decoder-only language models with JAX, from a paged KV cache.
 
-from pagedjax.async_engine import AsyncLLM, QueueFull, RequestError
-from pagedjax.config import SamplingParams, UserError
-from pagedjax.kv_cache import KVCache, init_kv_cache
-from pagedjax.llm import LLM
-from pagedjax.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pagedjax.step import StepInput, StepOutput, step
-from pagedjax.tokenizer import Tokenizer
-from pagedjax.weights import load_model
+A public name is imported when it is first used (PEP 562), so that ``pagedjax --help``, or whoever needs
+settings alone, does not wait seconds for JAX. What type checkers see stands in ``__init__.pyi``.
+"""
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "CompletionOutput",
-    "KVCache",
-    "Logprob",
-    "QueueFull",
-    "RequestError",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "StepInput",
-    "StepOutput",
-    "Tokenizer",
-    "UserError",
-    "init_kv_cache",
-    "load_model",
-    "step",
-]
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_engine",
+    "CompletionOutput": "request",
+    "KVCache": "kv_cache",
+    "Logprob": "request",
+    "QueueFull": "async_engine",
+    "RequestError": "async_engine",
+    "RequestMetrics": "request",
+    "RequestOutput": "request",
+    "SamplingParams": "config",
+    "StepInput": "step",
+    "StepOutput": "step",
+    "Tokenizer": "tokenizer",
+    "UserError": "config",
+    "init_kv_cache": "kv_cache",
+    "load_model": "weights",
+    "step": "step",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """Keeps ``pagedjax.step`` the function, although importing the module of that name would bind it here."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and name in _HOMES):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -183,8 +183,9 @@ class AsyncLLM:
             try:
                 if self._ended:
                     raise RequestError(self._ended)
-                done.set_result(function())
-            except BaseException as error:  # goes to the caller, whatever it is
+                function()
+                done.set_result(None)
+            except BaseException as error:  # noqa: BLE001 goes to the caller, whatever it is
                 done.set_exception(error)
 
         with self._ending:
@@ -200,7 +201,7 @@ class AsyncLLM:
             while self._do_commands():
                 if self._engine.has_work:
                     self._deliver(self._step())
-        except BaseException as error:  # nothing can go on: say so to everybody who waits
+        except BaseException as error:
             logger.critical("the engine stopped", exc_info=error)
             self._dead = error
             self._end("the engine has stopped; its log says why")
@@ -213,12 +214,12 @@ class AsyncLLM:
         """Say so to everybody who waits: for tokens, or for a command to run."""
         with self._ending:
             self._ended = why
-        for request_id, stream in self._streams.items():
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
             output = RequestOutput(
                 request_id=request_id, prompt=None, prompt_token_ids=[], outputs=[], finished=True, error=why
             )
             _send(stream.loop, [(stream, output)])
-        self._streams.clear()
         while not self._commands.empty():
             if command := self._commands.get():
                 command()
@@ -239,7 +240,7 @@ class AsyncLLM:
     def _step(self) -> list[RequestOutput]:
         try:
             return self._engine.step()
-        except Exception as error:  # a fault of ours: the requests that ran end with it, the next ones are served
+        except Exception as error:  # noqa: BLE001 a fault of ours: the requests that ran end with it, the next ones are served
             return self._engine.fail_all(error)
         finally:
             self._last_step = time.monotonic()

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax.ordered_sum import sum_in_order
+
 # Context tokens per iteration. Fixed, and counted from the sequence's first token: a row's softmax then runs through
 # the same products in the same order whatever its neighbours, its chunk or its bucket.
 CONTEXT_CHUNK = 128
@@ -82,7 +84,7 @@ def paged_attention_xla(
     groups = heads // kv_heads
     grouped = q.reshape(num_tokens, kv_heads, groups, head_dim).astype(k_layer.dtype)
     grouped = jnp.pad(grouped, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))  # slices never run past the end
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    attend = partial(_attend, k_layer=k_layer, v_layer=v_layer, scale=scale, window=window, softcap=softcap)
 
     def decode_group(i: jax.Array, out: jax.Array) -> jax.Array:
         first = i * DECODE_GROUP
@@ -90,7 +92,7 @@ def paged_attention_xla(
         lens = lax.dynamic_slice_in_dim(batch.kv_lens, first, DECODE_GROUP)
         lens = jnp.where(first + jnp.arange(DECODE_GROUP) < batch.num_decodes, lens, 0)
         tables = lax.dynamic_slice_in_dim(batch.block_tables, first, DECODE_GROUP)
-        result = _attend(rows, k_layer, v_layer, tables, lens[:, None] - 1, **options)
+        result = attend(rows, block_tables=tables, positions=lens[:, None] - 1)
         return lax.dynamic_update_slice_in_dim(out, result[:, 0], first, 0)
 
     tile_ends = jnp.cumsum(_tiles_per_sequence(batch))
@@ -104,7 +106,7 @@ def paged_attention_xla(
         positions = batch.kv_lens[seq] - (end - first) + offsets
         positions = jnp.where(first + offsets < end, positions, -1)
         rows = lax.dynamic_slice_in_dim(grouped, first, QUERY_TILE)[None]
-        result = _attend(rows, k_layer, v_layer, batch.block_tables[seq][None], positions[None], **options)
+        result = attend(rows, block_tables=batch.block_tables[seq][None], positions=positions[None])
         # What a last tile writes past its sequence's end, the next sequence's tiles write over.
         return lax.dynamic_update_slice_in_dim(out, result[0], first, 0)
 
@@ -123,11 +125,11 @@ def _tiles_per_sequence(batch: AttentionBatch) -> jax.Array:
 
 def _attend(
     q: jax.Array,
+    *,
     k_layer: jax.Array,
     v_layer: jax.Array,
     block_tables: jax.Array,
     positions: jax.Array,
-    *,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -152,13 +154,13 @@ def _attend(
     tables = _pad_multiple(block_tables, 1, chunk_blocks)
 
     def gather(layer: jax.Array, blocks: jax.Array) -> jax.Array:
-        """``[N, kv_heads, CONTEXT_CHUNK, head_dim]`` from ``[N, chunk_blocks]``; heads first, so nothing moves twice."""
+        """``[N, kv_heads, CONTEXT_CHUNK, head_dim]`` of ``[N, chunk_blocks]``; heads first, so nothing moves twice."""
         flat = layer.reshape(num_blocks * kv_heads, block_size, head_dim)
         index = blocks[:, None, :] * kv_heads + jnp.arange(kv_heads)[None, :, None]
         return flat[index].reshape(n, kv_heads, CONTEXT_CHUNK, head_dim)
 
     def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        m, l, acc = carry
+        m, total, acc = carry
         blocks = lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
         k, v = gather(k_layer, blocks), _pad_multiple(gather(v_layer, blocks), 3, _HEAD_DIM_MULTIPLE)
         scores = jnp.einsum("nhrd,nhcd->nhrc", rows, k, preferred_element_type=jnp.float32) * scale
@@ -173,7 +175,7 @@ def _attend(
         p = jnp.where(seen, jnp.exp(scores - m_new[..., None]), 0.0)
         decay = jnp.exp(m - m_new)
         pv = jnp.einsum("nhrc,nhcd->nhrd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return m_new, l * decay + p.sum(-1), acc * decay[..., None] + pv
+        return m_new, total * decay + sum_in_order(p)[..., 0], acc * decay[..., None] + pv
 
     last = jnp.max(row_positions) // CONTEXT_CHUNK + 1
     first = jnp.zeros((), jnp.int32)

@@ -85,9 +85,7 @@ ENGINE_FLAGS = (
     ),
     Flag("max_num_seqs", "sequences that run at once; others wait", "64 on a CPU, else 256", int),
     Flag("max_num_batched_tokens", "tokens computed in one step", "512 on a CPU, else 2048", int),
-    Flag(
-        "enable_prefix_caching", "share the KV blocks of equal prompt beginnings; not built yet", "off", bool
-    ),
+    Flag("enable_prefix_caching", "share the KV blocks of equal prompt beginnings; not built yet", "off", bool),
     Flag("kv_cache_dtype", "type of the KV cache; only auto is built", "auto", metavar="auto|int8|fp8"),
     Flag("quantization", "type to hold the weights in; not built yet", "as dtype", metavar="int8|int4|fp8"),
     Flag(
@@ -165,9 +163,7 @@ SAMPLING_FLAGS = (
     Flag("min_p", "least probability of a token, as a share of the likeliest one's", "0.0", float),
     Flag("n", "samples for each prompt", "1", int, options=("-n", "--n")),
     Flag("stop", "text that ends the output; may be repeated", "none", repeatable=True),
-    Flag(
-        "stop_token_ids", "token id that ends the output; may be repeated", "none", int, "ID", repeatable=True
-    ),
+    Flag("stop_token_ids", "token id that ends the output; may be repeated", "none", int, "ID", repeatable=True),
     Flag("include_stop_str_in_output", "keep the stop text in the output", "off", bool),
     Flag("ignore_eos", "go on after the model's end-of-sequence token", "off", bool),
     Flag("min_tokens", "tokens to generate at the least", "0", int),

@@ -7,7 +7,7 @@ simulated without one.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,10 +99,12 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", tuple(stop or ()))
-        for name in ("stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            values = () if getattr(self, name) is None else getattr(self, name)
+            _check(name, isinstance(values, Iterable) and not isinstance(values, str), "a list", values)
+            object.__setattr__(self, name, tuple(values))
         if self.top_k == -1:  # vLLM's older way to say "off"
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
@@ -139,7 +141,12 @@ class SamplingParams:
         _check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings", self.stop)
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            _check(name, all(isinstance(s, str) and s for s in texts), "a list of strings that are not empty", texts)
+            _check(
+                name,
+                all(isinstance(s, str) and s for s in texts),
+                "a list of strings that are not empty",
+                texts,
+            )
         _check_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             _check_ids("allowed_token_ids", self.allowed_token_ids)
@@ -212,7 +219,13 @@ class EngineConfig:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "max_model_len",
+            "block_size",
+            "num_kv_blocks",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
                 raise UserError(f"{_flag(name)} must be a whole number of at least 1, got {value!r}")

@@ -103,9 +103,7 @@ def _mass(z: jax.Array, weights: jax.Array, floor: jax.Array) -> jax.Array:
     return jnp.where(z >= floor[:, None], weights, 0.0).sum(axis=1)
 
 
-def _threshold(
-    z: jax.Array, weights: jax.Array, floor: jax.Array, peak: jax.Array, wanted: jax.Array
-) -> jax.Array:
+def _threshold(z: jax.Array, weights: jax.Array, floor: jax.Array, peak: jax.Array, wanted: jax.Array) -> jax.Array:
     """The largest threshold [G], not below `floor`, at or above which lies at least the weight `wanted` [G].
 
     Rows whose `wanted` is 0 or more than there is keep their floor. The answer lies in [low, high], both of

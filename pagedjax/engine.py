@@ -1,42 +1,30 @@
 """The engine: plans a step ahead, dispatches it, commits the step before, and hands out what is new."""
 
-import itertools
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as ListLike
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 
 import jax
 import numpy as np
 
 from pagedjax.blocks import BlockPool
 from pagedjax.config import SamplingParams
+from pagedjax.fetch import StepInFlight, fetch
 from pagedjax.generation import Generation, RunningRequest, TokenResult
 from pagedjax.metrics import Metrics
 from pagedjax.pack import PackedRow, StepPacker
 from pagedjax.request import RequestOutput, Sequence, SequenceState
 from pagedjax.runner import StepRunner
 from pagedjax.sampling_rows import derive_key
-from pagedjax.scheduler import SchedulePlan, ScheduledSequence, Scheduler
+from pagedjax.scheduler import ScheduledSequence, SchedulePlan, Scheduler
 from pagedjax.sizing import EngineSizes
-from pagedjax.step import StepOutput
 from pagedjax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _StepInFlight:
-    plan: SchedulePlan
-    output: StepOutput
-    prompt_counts: tuple[int, ...]  # prompt log-probabilities wanted of each share, in the plan's order
-    dispatched: float
-
-
-_Arrays = tuple[np.ndarray, ...]  # log-probabilities, ranks, top ids, top log-probabilities
-_ShareResult = tuple[ScheduledSequence, TokenResult | None, list[TokenResult]]  # its token; its prompt's
 
 
 class Engine:
@@ -79,7 +67,7 @@ class Engine:
         )
         self._requests: dict[str, RunningRequest] = {}
         self._generations: dict[Sequence, tuple[RunningRequest, Generation]] = {}
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._admissions = [-1] * sizes.max_num_seqs  # the admission each lane's sampling settings belong to
         self._last_done = 0.0
         self._waited = 0.0
@@ -135,10 +123,9 @@ class Engine:
             )
             key = derive_key(seed, index)
             request.generations.append(Generation(sequence, params, self.tokenizer, self._eos, key))
+        self._scheduler.add(*(generation.sequence for generation in request.generations))
         self._requests[request_id] = request
-        for generation in request.generations:
-            self._generations[generation.sequence] = (request, generation)
-            self._scheduler.add(generation.sequence)
+        self._generations |= {generation.sequence: (request, generation) for generation in request.generations}
 
     def abort(self, request_id: str) -> None:
         """End a request without a further word; its blocks are free at once. Unknown ids are ignored."""
@@ -158,19 +145,18 @@ class Engine:
             plan = self._scheduler.schedule()
             for preemption in plan.preemptions:
                 self.metrics.observe_preemption("recompute", preemption.num_lost)
-            if plan.num_tokens:
-                self._dispatch(plan)
-            if not self._in_flight or (plan.num_tokens and len(self._in_flight) == 1):
-                return []
-            step = self._in_flight.popleft()
-            touched = self._commit(step)
+            before = self._in_flight.popleft() if self._in_flight else None
+            touched = self._dispatch(plan)
+            if before:
+                touched |= self._commit(before)
         except jax.errors.JaxRuntimeError as error:
             return self.fail_all(error)
-        outputs = [delta for request in touched if (delta := request.delta())]
+        outputs = [delta for request in touched.values() if (delta := self._delta(request))]
         for output in outputs:
             if output.finished:
                 self._observe_finished(self._requests.pop(output.request_id))
-        self._observe_step(step, started)
+        if before:
+            self._observe_step(before, started)
         return outputs
 
     def _check(self, prompt_token_ids: ListLike[int], params: SamplingParams) -> int:
@@ -179,9 +165,10 @@ class Engine:
         if not count:
             raise ValueError("prompt has no tokens")
         vocab = self.vocab_size
-        bad = next((i for i in prompt_token_ids if not 0 <= i < vocab), None)
-        if bad is not None:
-            raise ValueError(f"prompt has token id {bad}, and the vocabulary ends at {vocab - 1}")
+        ids: ListLike[object] = prompt_token_ids
+        for i in ids:
+            if not isinstance(i, int | np.integer) or not 0 <= i < vocab:
+                raise ValueError(f"prompt has token id {i!r}, and the vocabulary ends at {vocab - 1}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = next((i for i in getattr(params, name) or () if not 0 <= i < vocab), None)
             if bad is not None:
@@ -192,12 +179,43 @@ class Engine:
             raise ValueError(f"prompt has {count} tokens{wanted}, over the limit of {limit} tokens in all")
         return max_tokens
 
-    def _dispatch(self, plan: SchedulePlan) -> None:
-        rows = [self._row(share) for share in plan]
-        step_input = self._packer.pack(rows, len(plan.decodes), self._runner.last_tokens)
-        output = self._runner.dispatch(step_input)
-        counts = tuple(len(row.prompt_targets) for row in rows)
-        self._in_flight.append(_StepInFlight(plan, output, counts, self._clock()))
+    def _dispatch(self, plan: SchedulePlan) -> dict[str, RunningRequest]:
+        """Start a step, without the requests that fail as their rows are made; returns those."""
+        rows: dict[Sequence, PackedRow] = {}
+        failed: dict[str, RunningRequest] = {}
+        for share in plan:
+            if share.sequence not in self._generations:
+                continue  # its request failed just now
+            request, _ = self._generations[share.sequence]
+            with self._blame(request):
+                rows[share.sequence] = self._row(share)
+            if request.error:
+                failed[request.request_id] = request
+        if failed:  # their blocks are free by now: no row of theirs may be written
+            plan = plan.only(share.sequence for share in plan if share.sequence in self._generations)
+        kept = [rows[share.sequence] for share in plan]
+        if kept:
+            step_input = self._packer.pack(kept, len(plan.decodes), self._runner.last_tokens)
+            compiled = self._runner.num_compiled
+            output = self._runner.dispatch(step_input)
+            for _ in range(self._runner.num_compiled - compiled):
+                self.metrics.count_compile_after_warmup()
+            counts = tuple(len(row.prompt_targets) for row in kept)
+            self._in_flight.append(StepInFlight(plan, output, counts, self._clock()))
+        return failed
+
+    @contextmanager
+    def _blame(self, request: RunningRequest) -> Iterator[None]:
+        """One request's fault must not reach the others: it ends with an error, and the engine goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self._fail(request, error)
+
+    def _delta(self, request: RunningRequest) -> RequestOutput | None:
+        with self._blame(request):
+            return request.delta()
+        return request.delta()
 
     def _row(self, share: ScheduledSequence) -> PackedRow:
         sequence = share.sequence
@@ -228,10 +246,13 @@ class Engine:
             table_key=sequence.admission,
         )
 
-    def _commit(self, step: _StepInFlight) -> list[RunningRequest]:
+    def _commit(self, step: StepInFlight) -> dict[str, RunningRequest]:
         """Give each sequence its token; returns the requests with news."""
-        results = self._fetch(step)
+        began = self._clock()
+        step.wait()
         now = self._clock()
+        self._waited += now - began
+        results = fetch(step, self._generations)
         touched: dict[str, RunningRequest] = {}
         for share, result, prompt in results:
             sequence = share.sequence
@@ -240,14 +261,12 @@ class Engine:
             if sequence.state is SequenceState.FINISHED:
                 continue  # it ended, or was aborted, while this step ran: the extra token is dropped
             request, generation = self._generations[sequence]
-            try:
+            with self._blame(request):
                 self._take(request, generation, share, result, prompt, now)
-            except Exception as error:  # one request's fault must not reach the others
-                self._fail(request, error)
             if generation.finish_reason is not None:
                 self._leave(sequence)
             touched[request.request_id] = request
-        return list(touched.values())
+        return touched
 
     def _take(
         self,
@@ -268,33 +287,6 @@ class Engine:
             self._observe_token(request, generation, now)
         elif share.start + share.num_tokens >= share.sequence.num_prompt and share.sequence.max_tokens == 0:
             generation.end("length")
-
-    def _fetch(self, step: _StepInFlight) -> list[_ShareResult]:
-        """Wait for a step, and bring what was asked for to the host."""
-        began = self._clock()
-        samples, prompt = step.output.samples, step.output.prompt
-        tokens = np.asarray(samples.tokens).tolist()
-        self._waited += self._clock() - began
-        found = [self._generations.get(share.sequence) for share in step.plan]
-        sampled: _Arrays | None = None
-        if any(f and f[1].device_params.logprobs is not None for f in found):
-            sampled = _on_host(samples.logprobs, samples.rank, samples.top_ids, samples.top_logprobs)
-        prompts: _Arrays | None = None
-        if any(step.prompt_counts):
-            prompts = _on_host(prompt.logprobs, prompt.ranks, prompt.top_ids, prompt.top_logprobs)
-        row, prompt_row = itertools.count(), 0
-        results: list[_ShareResult] = []
-        for share, entry, count in zip(step.plan, found, step.prompt_counts, strict=True):
-            result, of_prompt = None, []
-            if share.samples:
-                at = next(row)
-                result = _result(tokens[at], sampled, at) if sampled else TokenResult(tokens[at])
-            if entry and prompts:
-                targets = entry[0].prompt_token_ids[share.start + 1 : share.start + 1 + count]
-                of_prompt = [_result(token, prompts, prompt_row + i) for i, token in enumerate(targets)]
-            prompt_row += count
-            results.append((share, result, of_prompt))
-        return results
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is not SequenceState.FINISHED:
@@ -351,7 +343,7 @@ class Engine:
             (last - first) / (longest - 1) if longest > 1 else None,
         )
 
-    def _observe_step(self, step: _StepInFlight, started: float) -> None:
+    def _observe_step(self, step: StepInFlight, started: float) -> None:
         now = self._clock()
         running = self._scheduler.running
         held = self._pool.num_held * self.sizes.block_size
@@ -371,13 +363,3 @@ class Engine:
             slots_held=held,
         )
         self._last_done = now
-
-
-def _on_host(*arrays: jax.Array) -> _Arrays:
-    return tuple(np.asarray(array) for array in arrays)
-
-
-def _result(token_id: int, arrays: _Arrays, row: int) -> TokenResult:
-    logprobs, ranks, top_ids, top_logprobs = arrays
-    top = tuple(zip(top_ids[row].tolist(), top_logprobs[row].tolist(), strict=True))
-    return TokenResult(token_id, float(logprobs[row]), int(ranks[row]), top)

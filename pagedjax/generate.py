@@ -53,9 +53,7 @@ def generate(
     return 1 if failed else 0
 
 
-def _encode(
-    tokenizer: Tokenizer | None, content: str | list[int], chat: bool
-) -> tuple[str | None, list[int]]:
+def _encode(tokenizer: Tokenizer | None, content: str | list[int], chat: bool) -> tuple[str | None, list[int]]:
     if isinstance(content, list):
         if chat:
             raise ValueError("a message is text, not token ids")

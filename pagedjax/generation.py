@@ -39,6 +39,8 @@ class Generation:
         eos_token_ids: ListLike[int],
         key: tuple[int, int],
     ):
+        if params.stop and tokenizer is None:
+            raise ValueError("stop needs a tokenizer, and this model has none")
         self.sequence = sequence
         self.params = params
         # The best of several samples are told apart by their log-probabilities.
@@ -130,7 +132,12 @@ class RunningRequest:
     """A request with its generations, until the last of them has ended and been reported."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, now: float
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        now: float,
     ):
         self.request_id = request_id
         self.prompt = prompt
@@ -214,5 +221,7 @@ def _bad_words(words: ListLike[str], tokenizer: Tokenizer | None) -> list[list[i
         return []
     if tokenizer is None:
         raise ValueError("bad_words needs a tokenizer, and this model has none")
-    spellings = [tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for word in words for prefix in ("", " ")]
+    spellings = [
+        tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for word in words for prefix in ("", " ")
+    ]
     return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in spellings if ids)]

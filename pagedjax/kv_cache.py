@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pagedjax.config import ModelConfig, UserError
 
@@ -38,13 +39,13 @@ class KVCache:
         return self.token_ids.shape[1]
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: jnp.dtype) -> int:
+def block_bytes(config: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
     """Bytes that one block takes over all layers, its token ids included."""
     return block_size * (config.kv_token_elements * jnp.dtype(dtype).itemsize + 4)
 
 
 def init_kv_cache(
-    config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: jnp.dtype | str = jnp.bfloat16
+    config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: DTypeLike = jnp.bfloat16
 ) -> KVCache:
     """An empty cache of ``num_blocks`` blocks for ``config``'s layers, on the default device.
 

@@ -33,7 +33,13 @@ class Linear(nnx.Module):
     """``x @ kernel + bias`` in float32 over a kernel ``[in, out]``."""
 
     def __init__(
-        self, size_in: int, size_out: int, axes: tuple[str | None, str | None], *, bias: bool, dtype: jnp.dtype
+        self,
+        size_in: int,
+        size_out: int,
+        axes: tuple[str | None, str | None],
+        *,
+        bias: bool,
+        dtype: jnp.dtype,
     ):
         self.kernel = param((size_in, size_out), axes, dtype)
         self.bias = param((size_out,), (axes[1],), dtype) if bias else None

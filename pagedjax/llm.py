@@ -1,7 +1,8 @@
 """``LLM``: the engine for scripts and notebooks, where the caller waits for the results."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence as ListLike
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as ListLike
 from typing import Any
 
 from tqdm import tqdm
@@ -59,7 +60,10 @@ class LLM:
         each = _params_for(params, len(listed))
         token_ids = [self._encode(prompt) for prompt in listed]
         return self._run(
-            [(text if isinstance(text, str) else None, ids, p) for text, ids, p in zip(listed, token_ids, each, strict=True)],
+            [
+                (text if isinstance(text, str) else None, ids, p)
+                for text, ids, p in zip(listed, token_ids, each, strict=True)
+            ],
             use_tqdm,
         )
 
@@ -97,9 +101,7 @@ class LLM:
             raise ValueError("prompt is text, and this model has no tokenizer: give token ids")
         return self.tokenizer.encode(prompt)
 
-    def _run(
-        self, prompts: list[tuple[str | None, list[int], SamplingParams]], use_tqdm: bool
-    ) -> list[RequestOutput]:
+    def _run(self, prompts: list[tuple[str | None, list[int], SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
         collectors = {request_id: OutputCollector() for request_id in ids}
         done: dict[str, RequestOutput] = {}

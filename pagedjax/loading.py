@@ -57,7 +57,7 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     )
     runner = StepRunner(graphdef, params, model, shapes, dtype)
     started = time.perf_counter()
-    memory = runner.warm_up(lambda tokens, seconds: say(f"compiled the step of {tokens} tokens in {seconds:.1f} s"))
+    memory = runner.warm_up(lambda shape, seconds: say(f"compiled the step of {shape} in {seconds:.1f} s"))
     say(f"{runner.num_compiled} shapes compiled in {time.perf_counter() - started:.1f} s")
     for line in startup_report(model, sizes, dtype, weight_bytes, memory.temporaries + memory.outputs, backend):
         say(line)
@@ -65,9 +65,7 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     metrics.set_compiled_shapes(runner.num_compiled)
     metrics.set_cache_config({"block_size": sizes.block_size, "num_blocks": sizes.num_blocks, "dtype": dtype})
     eos = dict.fromkeys((*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())))
-    return Engine(
-        runner, sizes, tokenizer=tokenizer, eos_token_ids=tuple(eos), metrics=metrics, seed=config.seed
-    )
+    return Engine(runner, sizes, tokenizer=tokenizer, eos_token_ids=tuple(eos), metrics=metrics, seed=config.seed)
 
 
 def use_compilation_cache() -> None:
@@ -77,6 +75,8 @@ def use_compilation_cache() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"cannot make {folder} ({error.strerror}): set PAGEDJAX_CACHE to a folder you own") from error
+            raise UserError(
+                f"cannot make {folder} ({error.strerror}): set PAGEDJAX_CACHE to a folder you own"
+            ) from error
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -94,9 +94,7 @@ def _histograms(max_model_len: int) -> dict[str, _Histogram]:
         ),
         "e2e_request_latency_seconds": _Histogram("From arrival to the end.", _REQUEST_SECONDS),
         "request_queue_time_seconds": _Histogram("From arrival until first scheduled.", _REQUEST_SECONDS),
-        "request_prefill_time_seconds": _Histogram(
-            "From first scheduled to the first token.", _REQUEST_SECONDS
-        ),
+        "request_prefill_time_seconds": _Histogram("From first scheduled to the first token.", _REQUEST_SECONDS),
         "request_decode_time_seconds": _Histogram("From the first token to the last.", _REQUEST_SECONDS),
         "request_prompt_tokens": _Histogram("Prompt tokens, by request.", tokens),
         "request_generation_tokens": _Histogram("Tokens generated, by request.", tokens),
@@ -124,9 +122,7 @@ class Metrics:
     ``max_model_len`` (tokens) bounds the buckets of the histograms that count a request's tokens.
     """
 
-    def __init__(
-        self, model_name: str, prefix: str = DEFAULT_PREFIX, *, max_model_len: int = 131_072
-    ) -> None:
+    def __init__(self, model_name: str, prefix: str = DEFAULT_PREFIX, *, max_model_len: int = 131_072) -> None:
         self.model_name = model_name
         self.prefix = prefix
         self._lock = threading.Lock()
@@ -265,21 +261,13 @@ class Metrics:
             for name, documentation in _GAUGES.items():
                 metrics.append(_metric(prefix + name, documentation, "gauge", [(labels, self._gauges[name])]))
             for name, documentation in _COUNTERS.items():
-                metrics.append(
-                    _metric(prefix + name, documentation, "counter", [(labels, self._counters[name])])
-                )
+                metrics.append(_metric(prefix + name, documentation, "counter", [(labels, self._counters[name])]))
             for name, (kind, label, documentation) in _LABELLED.items():
-                samples = [
-                    (labels | {label: value}, number) for value, number in self._labelled[name].items()
-                ]
+                samples = [(labels | {label: value}, number) for value, number in self._labelled[name].items()]
                 metrics.append(_metric(prefix + name, documentation, kind, samples))
             info = [(labels | self._cache_config, 1.0)] if self._cache_config else []
-            metrics.append(
-                _metric(prefix + "cache_config_info", "Settings of the KV cache, as labels.", "gauge", info)
-            )
-            metrics += [
-                histogram.metric(prefix + name, labels) for name, histogram in self._histograms.items()
-            ]
+            metrics.append(_metric(prefix + "cache_config_info", "Settings of the KV cache, as labels.", "gauge", info))
+            metrics += [histogram.metric(prefix + name, labels) for name, histogram in self._histograms.items()]
         return metrics
 
     def _observe(self, name: str, value: float) -> None:
@@ -295,9 +283,7 @@ class Metrics:
         values[value] = values.get(value, 0) + n
 
 
-def _metric(
-    name: str, documentation: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]
-) -> Metric:
+def _metric(name: str, documentation: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]) -> Metric:
     metric = Metric(name, documentation, kind)
     for labels, value in samples:
         metric.add_sample(f"{name}_total" if kind == "counter" else name, labels, value)

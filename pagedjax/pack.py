@@ -1,8 +1,9 @@
 """From the host's plan to the device's ``StepInput``: NumPy arrays in the shapes of a token bucket."""
 
+import itertools
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from pagedjax.attention import DECODE_GROUP, AttentionBatch
 from pagedjax.config import MAX_LOGIT_BIAS
 from pagedjax.sampling import SamplingInput
 from pagedjax.sampling_rows import SamplingRows
-from pagedjax.step import StepInput, min_rows
+from pagedjax.step import RowInput, StepInput, TokenInput, min_rows
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class StepShapes:
     """The sizes that fix every shape of a step, but for the token bucket.
 
     ``num_lanes`` sequences at once (a multiple of 8), ``max_blocks`` in a block table, ``block_size`` slots in each
-    of ``num_blocks`` blocks, ``buckets`` the numbers of tokens that a step is padded to, ascending.
+    of ``num_blocks`` blocks. A step is padded to one of ``buckets`` tokens and one of ``row_buckets`` sampled rows,
+    both ascending.
     """
 
     num_lanes: int
@@ -29,31 +31,41 @@ class StepShapes:
     num_blocks: int
     vocab_size: int
     buckets: tuple[int, ...]
+    row_buckets: tuple[int, ...]
 
     @classmethod
     def plan(
         cls, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int, vocab_size: int,
         token_budget: int, dtype: str,
     ) -> "StepShapes":  # fmt: skip
-        """Buckets in powers of two from the fewest rows that keep a row's bits, up to the token budget."""
+        """Token buckets in powers of two from the fewest rows that keep a row's bits; row buckets in powers of four."""
         buckets = [min_rows(dtype)]
         while buckets[-1] < token_budget:
             buckets.append(buckets[-1] * 2)
+        num_lanes = -(-max_num_seqs // DECODE_GROUP) * DECODE_GROUP
+        row_buckets = [DECODE_GROUP]
+        while row_buckets[-1] < num_lanes:
+            row_buckets.append(min(row_buckets[-1] * 4, num_lanes))
         return cls(
-            num_lanes=-(-max_num_seqs // DECODE_GROUP) * DECODE_GROUP,
+            num_lanes=num_lanes,
             max_blocks=-(-max_model_len // block_size),
             block_size=block_size,
             num_blocks=num_blocks,
             vocab_size=vocab_size,
             buckets=tuple(buckets),
+            row_buckets=tuple(row_buckets),
         )
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest bucket that holds ``num_tokens``."""
         return next(bucket for bucket in self.buckets if bucket >= num_tokens)
 
+    def row_bucket(self, num_rows: int) -> int:
+        """The smallest bucket that holds ``num_rows``; 0 for none."""
+        return next(bucket for bucket in self.row_buckets if bucket >= num_rows) if num_rows else 0
+
     def max_seqs(self, bucket: int) -> int:
-        """S and R of a bucket: no step has more sequences than tokens."""
+        """S of a token bucket: no step has more sequences than tokens."""
         return min(bucket, self.num_lanes)
 
 
@@ -96,11 +108,16 @@ class StepPacker:
                 "bias_values": jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
                 "allowed": jnp.zeros((rows, -(-shapes.vocab_size // 32)), jnp.uint32),
             }
-            for rows in {shapes.max_seqs(bucket) for bucket in shapes.buckets}
+            for rows in (0, *shapes.row_buckets)
         }
 
     def pack(
-        self, rows: ListLike[PackedRow], num_decodes: int, last_tokens: jax.Array, bucket: int | None = None
+        self,
+        rows: ListLike[PackedRow],
+        num_decodes: int,
+        last_tokens: jax.Array,
+        bucket: int | None = None,
+        row_bucket: int | None = None,
     ) -> StepInput:
         """The step that computes ``rows``, of which the first ``num_decodes`` have one token each.
 
@@ -108,45 +125,49 @@ class StepPacker:
             rows: the sequences' shares, decodes first.
             num_decodes: how many of them are decodes.
             last_tokens: ``[L]`` int32 of the step before.
-            bucket: tokens to pad to; by default the smallest bucket that holds them.
+            bucket, row_bucket: sizes to pad to; by default the smallest buckets that hold what there is.
         """
-        counts = [len(row.token_ids) for row in rows]
-        total = sum(counts)
+        counts = np.array([len(row.token_ids) for row in rows], np.int32)
+        total = int(counts.sum())
         size = bucket or self.shapes.bucket(total)
         max_seqs = self.shapes.max_seqs(size)
-        cu_q_lens = np.full(max_seqs + 1, total, np.int32)
-        cu_q_lens[0] = 0
-        np.cumsum(counts, out=cu_q_lens[1 : len(rows) + 1])
-        token_ids, feedback = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-        kv_lens = np.zeros(max_seqs, np.int32)
-        lanes = [row.lane for row in rows]
-        at = 0
-        for index, row in enumerate(rows):
-            token_ids[at : at + counts[index]] = row.token_ids
-            if row.feedback:
-                feedback[at] = row.lane
-            kv_lens[index] = row.start + counts[index]
-            at += counts[index]
+        for row in rows:
             self._update_table(row)
         tables = np.zeros((max_seqs, self.shapes.max_blocks), np.int32)
-        tables[: len(rows)] = self._tables[lanes]
-        seq_of_token = np.repeat(np.arange(len(rows)), np.asarray(counts, np.intp))
-        positions = np.zeros(size, np.int32)
-        starts = kv_lens[: len(rows)] - np.asarray(counts, np.int32)
+        tables[: len(rows)] = self._tables[[row.lane for row in rows]]
+        starts = np.array([row.start for row in rows], np.int32)
+        cu_q_lens = np.full(max_seqs + 1, total, np.int32)
+        cu_q_lens[: len(rows)] = np.cumsum(counts) - counts
+        kv_lens = np.zeros(max_seqs, np.int32)
+        kv_lens[: len(rows)] = starts + counts
+        token_ids, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        feedback = np.full(size, -1, np.int32)
+        token_ids[:total] = list(itertools.chain.from_iterable(row.token_ids for row in rows))
+        seq_of_token = np.repeat(np.arange(len(rows)), counts)
         positions[:total] = np.arange(total) - cu_q_lens[seq_of_token] + starts[seq_of_token]
-        slots = np.full(size, self.shapes.num_blocks * self.shapes.block_size, np.int32)
-        block = tables[seq_of_token, positions[:total] // self.shapes.block_size]
-        slots[:total] = block * self.shapes.block_size + positions[:total] % self.shapes.block_size
-        return StepInput(
-            token_ids=token_ids,
-            feedback=feedback,
-            positions=positions,
-            slots=slots,
-            batch=AttentionBatch(tables, cu_q_lens, kv_lens, np.int32(num_decodes), np.int32(len(rows))),
-            last_tokens=last_tokens,
-            **self._logit_rows(rows, cu_q_lens, kv_lens),
-            **_prompt_rows(rows, cu_q_lens, size),
-        )  # type: ignore[arg-type]  # NumPy arrays become device arrays at the call
+        for index, row in enumerate(rows):
+            if row.feedback:
+                feedback[cu_q_lens[index]] = row.lane
+        block_size = self.shapes.block_size
+        slots = np.full(size, self.shapes.num_blocks * block_size, np.int32)
+        blocks = tables[seq_of_token, positions[:total] // block_size]
+        slots[:total] = blocks * block_size + positions[:total] % block_size
+        # NumPy arrays stand in for device arrays: the call of the compiled step makes these of them.
+        batch: Any = (tables, cu_q_lens, kv_lens, np.int32(num_decodes), np.int32(len(rows)))
+        fields: dict[str, Any] = {
+            "token_ids": token_ids,
+            "feedback": feedback,
+            "positions": positions,
+            "slots": slots,
+            "batch": AttentionBatch(*batch),
+            "sampled": np.zeros(self.shapes.num_lanes, np.int32),
+        }
+        seqs = [index for index, row in enumerate(rows) if row.samples]
+        fields["sampled"][: len(seqs)] = (np.cumsum(counts) - 1)[seqs]
+        tokens = TokenInput(**fields, **_prompt_rows(rows, cu_q_lens, size))
+        num_rows = row_bucket if row_bucket is not None else self.shapes.row_bucket(len(seqs))
+        lanes = [rows[index].lane for index in seqs]
+        return StepInput(tokens, self._rows(lanes, kv_lens[seqs], tables[seqs], num_rows), last_tokens)
 
     def _update_table(self, row: PackedRow) -> None:
         lane = row.lane
@@ -157,32 +178,18 @@ class StepPacker:
             self._tables[lane, known:new] = row.block_table[known:]
             self._table_lens[lane] = new
 
-    def _logit_rows(
-        self, rows: ListLike[PackedRow], cu_q_lens: np.ndarray, kv_lens: np.ndarray
-    ) -> dict[str, object]:
-        max_rows = len(kv_lens)
-        seqs = [index for index, row in enumerate(rows) if row.samples]
-        lanes = [rows[index].lane for index in seqs]
-        count = len(seqs)
-        logit_rows, logit_seqs = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
-        logit_seqs[:count] = seqs
-        logit_rows[:count] = cu_q_lens[1:][seqs] - 1
-        lane_of_row = np.full(max_rows, self.shapes.num_lanes, np.int32)
-        lane_of_row[:count] = lanes
-        lens = np.zeros(max_rows, np.int32)
-        lens[:count] = kv_lens[seqs]
-        fields = self.sampling_rows.take(lanes, max_rows)
-        given = {name: value for name, value in fields.items() if value is not None}
-        return {
-            "logit_rows": logit_rows,
-            "logit_seqs": logit_seqs,
-            "lanes": lane_of_row,
-            "num_logit_rows": np.int32(count),
-            "sampling": SamplingInput(**(self._plain[max_rows] | given), history_len=lens, position=lens),
-        }
+    def _rows(self, lanes: list[int], lens: np.ndarray, tables: np.ndarray, num_rows: int) -> RowInput:
+        missing = num_rows - len(lanes)
+        lens = np.pad(lens, (0, missing))
+        taken = self.sampling_rows.take(lanes, num_rows)
+        fields: dict[str, Any] = {name: value for name, value in taken.items() if value is not None}
+        fields = self._plain[num_rows] | fields | {"history_len": lens, "position": lens}
+        padded: Any = np.array(lanes + [self.shapes.num_lanes] * missing, np.int32)
+        of_rows: Any = np.pad(tables, ((0, missing), (0, 0)))
+        return RowInput(padded, of_rows, SamplingInput(**fields))
 
 
-def _prompt_rows(rows: ListLike[PackedRow], cu_q_lens: np.ndarray, size: int) -> dict[str, object]:
+def _prompt_rows(rows: ListLike[PackedRow], cu_q_lens: np.ndarray, size: int) -> dict[str, Any]:
     prompt_rows, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
     count = 0
     for index, row in enumerate(rows):

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from pagedjax.config import ModelConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.pack import StepPacker, StepShapes
-from pagedjax.step import StepInput, StepOutput, step
+from pagedjax.step import RowInput, StepInput, StepOutput, TokenInput, forward, sample_rows
 
 # Compiling is mostly single-threaded C++ that lets other Python threads run.
 COMPILE_THREADS = 2
 
-OnCompiled = Callable[[int, float], None]
+OnCompiled = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -44,59 +44,86 @@ class StepRunner:
         self._graphdef, self._params = graphdef, params
         self._new_cache = partial(init_kv_cache, config, shapes.num_blocks, shapes.block_size, dtype)
         self._kv_cache: KVCache | None = None
-        self._compiled: dict[int, Any] = {}
-        self._jitted = jax.jit(step, static_argnums=0, donate_argnums=2)
+        self._forward: dict[int, Any] = {}  # by tokens
+        self._sample: dict[int, Any] = {}  # by rows
+        hidden = (shapes.num_lanes, config.hidden_size)
+        self._hidden = jax.ShapeDtypeStruct(hidden, jnp.float32)
         self.last_tokens = jnp.zeros(shapes.num_lanes, jnp.int32)  # each lane's, of the last step dispatched
-        self.compiles_after_warmup = 0
-        self._warm = False
 
     def warm_up(self, on_compiled: OnCompiled | None = None) -> CompiledMemory:
-        """Compile every bucket, largest first, then make the cache and run each step once on nothing.
+        """Compile every shape, the largest first, then make the cache and run each once on nothing.
 
         Args:
-            on_compiled: told the bucket and its seconds each time one is ready.
+            on_compiled: told the shape and its seconds each time one is ready.
         """
-        packer = StepPacker(self.shapes)
-        example = {b: packer.pack([], 0, self.last_tokens, bucket=b) for b in self.shapes.buckets}
+        packer, shapes = StepPacker(self.shapes), self.shapes
+        steps = [
+            packer.pack([], 0, self.last_tokens, bucket=b, row_bucket=shapes.row_buckets[0]) for b in shapes.buckets
+        ]
+        steps += [
+            packer.pack([], 0, self.last_tokens, bucket=shapes.buckets[0], row_bucket=r) for r in shapes.row_buckets[1:]
+        ]
+        forwards = {s.tokens.token_ids.shape[0]: partial(self._compile_forward, s.tokens) for s in steps}
+        samples = {s.rows.lanes.shape[0]: partial(self._compile_sample, s.rows) for s in steps}
         with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-            jobs = [pool.submit(self._compile, example[bucket]) for bucket in reversed(self.shapes.buckets)]
+            jobs = {}
+            for name, table, programs in (("tokens", self._forward, forwards), ("rows", self._sample, samples)):
+                for size in sorted(programs, reverse=True):
+                    jobs[pool.submit(_timed, programs[size])] = (name, table, size)
             for job in as_completed(jobs):
-                bucket, compiled, seconds = job.result()
-                self._compiled[bucket] = compiled
+                name, table, size = jobs[job]
+                table[size], seconds = job.result()
                 if on_compiled:
-                    on_compiled(bucket, seconds)
-        stats = [compiled.memory_analysis() for compiled in self._compiled.values()]
+                    on_compiled(f"{size} {name}", seconds)
+        stats = [compiled.memory_analysis() for compiled in (*self._forward.values(), *self._sample.values())]
         self.reset()
-        for step_input in example.values():
+        for step_input in steps:
             jax.block_until_ready(self.dispatch(step_input))
-        self._warm = True
         return CompiledMemory(
             temporaries=max(s.temp_size_in_bytes for s in stats),
             outputs=max(s.output_size_in_bytes - s.alias_size_in_bytes for s in stats),
         )
 
     def reset(self) -> None:
-        """An empty cache, also after a device error took the old one."""
+        """An empty cache and no last tokens, also after a device error took the old ones."""
         self._kv_cache = None  # the old one goes first: there is no room for two
         self._kv_cache = self._new_cache()
+        self.last_tokens = jnp.zeros(self.shapes.num_lanes, jnp.int32)
 
     def dispatch(self, step_input: StepInput) -> StepOutput:
         """Start a step; it runs behind the steps before it, and its results can be waited for."""
-        bucket = step_input.token_ids.shape[0]
-        if bucket not in self._compiled:
-            self.compiles_after_warmup += self._warm
-            self._compiled[bucket] = self._compile(step_input)[1]
-        self._kv_cache, output = self._compiled[bucket](self._params, self._kv_cache, step_input)
-        self.last_tokens = output.last_tokens
-        return output
+        tokens, rows = step_input.tokens, step_input.rows
+        size, num_rows = tokens.token_ids.shape[0], rows.lanes.shape[0]
+        if size not in self._forward:
+            self._forward[size] = self._compile_forward(tokens)
+        self._kv_cache, hidden, prompt = self._forward[size](
+            self._params, self._kv_cache, tokens, step_input.last_tokens
+        )
+        if not num_rows:  # a prompt's chunk, and nothing to sample: the head is spared
+            return StepOutput(None, prompt, step_input.last_tokens)
+        if num_rows not in self._sample:
+            self._sample[num_rows] = self._compile_sample(rows)
+        samples, self.last_tokens = self._sample[num_rows](
+            self._params, self._kv_cache.token_ids, hidden, rows, step_input.last_tokens
+        )
+        return StepOutput(samples, prompt, self.last_tokens)
 
     @property
     def num_compiled(self) -> int:
         """Shapes that are compiled."""
-        return len(self._compiled)
+        return len(self._forward) + len(self._sample)
 
-    def _compile(self, step_input: StepInput) -> tuple[int, Any, float]:
-        start = time.perf_counter()
+    def _compile_forward(self, tokens: TokenInput) -> Any:
         cache = jax.eval_shape(self._new_cache)
-        compiled = self._jitted.lower(self._graphdef, self._params, cache, step_input).compile()
-        return step_input.token_ids.shape[0], compiled, time.perf_counter() - start
+        jitted = jax.jit(forward, static_argnums=0, donate_argnums=2)
+        return jitted.lower(self._graphdef, self._params, cache, tokens, self.last_tokens).compile()
+
+    def _compile_sample(self, rows: RowInput) -> Any:
+        token_ids = jax.eval_shape(self._new_cache).token_ids
+        jitted = jax.jit(sample_rows, static_argnums=0)
+        return jitted.lower(self._graphdef, self._params, token_ids, self._hidden, rows, self.last_tokens).compile()
+
+
+def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return function(), time.perf_counter() - start

@@ -136,9 +136,7 @@ class SamplingRows:
         self._has_bias[lane] = True
 
     def _masks(self, index: Array) -> Array:
-        masks = np.zeros(
-            (len(index), len(self._full_mask)), np.uint32
-        )  # rows without a mask are not looked at
+        masks = np.zeros((len(index), len(self._full_mask)), np.uint32)  # rows without a mask are not looked at
         for row in np.flatnonzero(self._use_mask[index]):
             lane = int(index[row])
             masks[row] = self._current[lane] if lane in self._current else self._static[lane]

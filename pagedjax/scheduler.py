@@ -6,7 +6,7 @@ the engine and, with a cost model in the device's place, a simulation.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pagedjax.blocks import BlockPool
@@ -46,6 +46,15 @@ class SchedulePlan:
         yield from self.decodes
         yield from self.prefills
 
+    def only(self, sequences: Iterable[Sequence]) -> "SchedulePlan":
+        """The plan without the shares of other sequences."""
+        kept = set(sequences)
+        return SchedulePlan(
+            tuple(share for share in self.decodes if share.sequence in kept),
+            tuple(share for share in self.prefills if share.sequence in kept),
+            self.preemptions,
+        )
+
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
@@ -77,16 +86,17 @@ class Scheduler:
         self._free_lanes = list(range(max_num_seqs - 1, -1, -1))
         self._num_admissions = 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
+    def add(self, *sequences: Sequence) -> None:
+        """Queue sequences, all or none.
 
         Raises:
-            ValueError: it could not run to its end even with the whole pool to itself.
+            ValueError: one of them could not run to its end even with the whole pool to itself.
         """
-        blocks = self._blocks_for(sequence.num_prompt + sequence.max_tokens)
-        if blocks > self.pool.num_blocks:
-            raise ValueError(f"{blocks} blocks wanted, the pool has {self.pool.num_blocks}")
-        self.waiting.append(sequence)
+        for sequence in sequences:
+            blocks = self._blocks_for(sequence.num_prompt + sequence.max_tokens)
+            if blocks > self.pool.num_blocks:
+                raise ValueError(f"{blocks} blocks wanted, the pool has {self.pool.num_blocks}")
+        self.waiting.extend(sequences)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is; its blocks are free at once.

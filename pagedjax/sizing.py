@@ -123,7 +123,11 @@ def startup_report(
 ) -> list[str]:
     """What the engine is about to use, a line per subject. Call it when everything is loaded and compiled."""
     cache_bytes = sizes.num_blocks * block_bytes(model, sizes.block_size, dtype)
-    parts = {"weights": weight_bytes, "KV cache": cache_bytes, "temporaries of the largest step": temporary_bytes}
+    parts = {
+        "weights": weight_bytes,
+        "KV cache": cache_bytes,
+        "temporaries of the largest step": temporary_bytes,
+    }
     total = resident_memory()
     if total:
         # Steps have run on nothing so far: their temporaries may not be touched yet.

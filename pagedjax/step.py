@@ -1,7 +1,8 @@
 """One step on the device: a packed ragged batch of tokens through the model, and one sampled token per sequence.
 
-``step`` is a pure function of graph definition, parameters, cache and input. Its shapes are fixed by the token
-bucket alone: which option a request uses, how long its context is and how the batch is cut change values only.
+``step`` is a pure function of graph definition, parameters, cache and input. Its shapes are fixed by the numbers of
+tokens and of sampled rows alone: which option a request uses, how long its context is and how the batch is cut change
+values only.
 """
 
 from dataclasses import dataclass
@@ -28,11 +29,8 @@ def min_rows(dtype: jnp.dtype | str) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class StepInput:
-    """A step's tokens, T of them with padding, of at most S sequences; R rows of logits; L lanes.
-
-    A lane is a running sequence's place in ``last_tokens``, through which a step takes the tokens that the step
-    before it sampled, without a round trip to the host.
+class TokenInput:
+    """A step's tokens: T of them with padding, of at most S sequences.
 
     Attributes:
         token_ids: ``[T]`` int32.
@@ -40,15 +38,10 @@ class StepInput:
         positions: ``[T]`` int32, counted from the sequence's first token.
         slots: ``[T]`` int32 place in the cache, ``block * block_size + offset``; past the last slot for padding.
         batch: which tokens and blocks belong to which sequence.
-        logit_rows: ``[R]`` int32, the tokens after which one is sampled.
-        logit_seqs: ``[R]`` int32, the sequence each of them belongs to.
-        lanes: ``[R]`` int32 lane that takes the sampled token; L for padding.
-        num_logit_rows: int32 scalar.
-        sampling: what each of the R rows asks for.
+        sampled: ``[L]`` int32, the tokens after which one is sampled; 0 for padding.
         prompt_rows: ``[T]`` int32 tokens whose successor's log-probability is wanted.
         prompt_targets: ``[T]`` int32, that successor.
         num_prompt_rows: int32 scalar.
-        last_tokens: ``[L]`` int32, from the step before.
     """
 
     token_ids: jax.Array
@@ -56,14 +49,39 @@ class StepInput:
     positions: jax.Array
     slots: jax.Array
     batch: AttentionBatch
-    logit_rows: jax.Array
-    logit_seqs: jax.Array
-    lanes: jax.Array
-    num_logit_rows: jax.Array
-    sampling: SamplingInput
+    sampled: jax.Array
     prompt_rows: jax.Array
     prompt_targets: jax.Array
     num_prompt_rows: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowInput:
+    """The R rows of logits that a step samples from, in the order of ``TokenInput.sampled``; R may be 0.
+
+    Attributes:
+        lanes: ``[R]`` int32 lane that takes the sampled token; L for padding.
+        block_tables: ``[R, max_blocks]`` int32, of the sequence each row belongs to: its history is read there.
+        sampling: what each row asks for.
+    """
+
+    lanes: jax.Array
+    block_tables: jax.Array
+    sampling: SamplingInput
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInput:
+    """Everything that a step needs beside the model and the cache.
+
+    A lane is a running sequence's place, one of L, in ``last_tokens [L]`` int32, through which a step takes the
+    tokens that the step before it sampled, without a round trip to the host.
+    """
+
+    tokens: TokenInput
+    rows: RowInput
     last_tokens: jax.Array
 
 
@@ -89,12 +107,12 @@ class StepOutput:
     """What a step gives back.
 
     Attributes:
-        samples: the sampled token of each of the R rows, and its log-probabilities where asked for.
+        samples: the sampled token of each of the R rows, and its log-probabilities where asked for; None for R = 0.
         prompt: log-probabilities of prompt tokens, where asked for.
         last_tokens: ``[L]`` int32, each lane's last sampled token, for the next step.
     """
 
-    samples: SampleOutput
+    samples: SampleOutput | None
     prompt: PromptLogprobs
     last_tokens: jax.Array
 
@@ -102,52 +120,69 @@ class StepOutput:
 def step(graphdef: Any, params: Any, kv_cache: KVCache, step_input: StepInput) -> tuple[KVCache, StepOutput]:
     """Compute a step's tokens and sample the next ones.
 
-    Pure. The engine compiles it with ``kv_cache`` donated; jit, vmap over ``params`` and scan work as for any
-    function.
+    Pure: jit, vmap over ``params`` and scan work as for any function. It is ``forward`` and then ``sample_rows``;
+    the engine compiles the two apart, since the shapes of one do not matter to the other (ADR 6).
 
     Args:
         graphdef, params: of ``load_model``.
-        kv_cache: its content is written to; donate it.
+        kv_cache: donate it.
         step_input: see its attributes for shapes.
     """
-    model: Decoder = nnx.merge(graphdef, params)
-    tokens = jnp.where(
-        step_input.feedback >= 0,
-        step_input.last_tokens[jnp.maximum(step_input.feedback, 0)],
-        step_input.token_ids,
+    kv_cache, hidden, prompt = forward(graphdef, params, kv_cache, step_input.tokens, step_input.last_tokens)
+    samples, last_tokens = sample_rows(
+        graphdef, params, kv_cache.token_ids, hidden, step_input.rows, step_input.last_tokens
     )
-    hidden, kv_cache = model(tokens, step_input.positions, step_input.slots, kv_cache, step_input.batch)
-    samples = _sample_rows(model, hidden, kv_cache, step_input)
-    last_tokens = step_input.last_tokens.at[step_input.lanes].set(samples.tokens, mode="drop")
-    return kv_cache, StepOutput(samples, _prompt_logprobs(model, hidden, step_input), last_tokens)
+    return kv_cache, StepOutput(samples, prompt, last_tokens)
 
 
-def _sample_rows(model: Decoder, hidden: jax.Array, kv_cache: KVCache, step_input: StepInput) -> SampleOutput:
-    """Sample the R rows. The head is the widest product: where few rows are asked for, only few are computed."""
-    rows = step_input.logit_rows.shape[0]
+def forward(
+    graphdef: Any, params: Any, kv_cache: KVCache, tokens: TokenInput, last_tokens: jax.Array
+) -> tuple[KVCache, jax.Array, PromptLogprobs]:
+    """The model over a step's tokens.
+
+    Returns:
+        The cache with the tokens in it, the hidden states ``[L, H]`` of the tokens after which one is sampled, and
+        the prompt's log-probabilities.
+    """
+    model: Decoder = nnx.merge(graphdef, params)
+    fed_back = last_tokens[jnp.maximum(tokens.feedback, 0)]
+    token_ids = jnp.where(tokens.feedback >= 0, fed_back, tokens.token_ids)
+    hidden, kv_cache = model(token_ids, tokens.positions, tokens.slots, kv_cache, tokens.batch)
+    return kv_cache, hidden[tokens.sampled], _prompt_logprobs(model, hidden, tokens)
+
+
+def sample_rows(
+    graphdef: Any, params: Any, token_ids: jax.Array, hidden: jax.Array, rows: RowInput, last_tokens: jax.Array
+) -> tuple[SampleOutput, jax.Array]:
+    """Logits and a sampled token for each of the R rows.
+
+    Args:
+        graphdef, params: of the model.
+        token_ids: ``[num_blocks, block_size]``, the cache's.
+        hidden: ``[L, H]``, of ``forward``.
+        rows: what the rows ask for.
+        last_tokens: ``[L]``.
+
+    Returns:
+        The samples, and ``last_tokens`` with them in their lanes.
+    """
+    model: Decoder = nnx.merge(graphdef, params)
+    count = rows.lanes.shape[0]
     few = min_rows(model.embedding[...].dtype)
-
-    def history(row: jax.Array) -> jax.Array:
-        table = step_input.batch.block_tables[step_input.logit_seqs[row]]
-        return kv_cache.token_ids[table].reshape(-1)
-
-    def logits(count: int) -> jax.Array:
-        wanted = jnp.pad(step_input.logit_rows[:count], (0, max(0, few - count)))
-        return jnp.pad(model.logits(hidden[wanted])[:count], ((0, rows - count), (0, 0)))
-
-    if rows <= few:
-        return sample(logits(rows), step_input.sampling, history)
-    enough = step_input.num_logit_rows <= few
-    return sample(lax.cond(enough, lambda: logits(few), lambda: logits(rows)), step_input.sampling, history)
+    padded = jnp.pad(hidden[:count], ((0, max(0, few - count)), (0, 0)))
+    samples = sample(
+        model.logits(padded)[:count], rows.sampling, lambda row: token_ids[rows.block_tables[row]].reshape(-1)
+    )
+    return samples, last_tokens.at[rows.lanes].set(samples.tokens, mode="drop")
 
 
-def _prompt_logprobs(model: Decoder, hidden: jax.Array, step_input: StepInput) -> PromptLogprobs:
+def _prompt_logprobs(model: Decoder, hidden: jax.Array, tokens: TokenInput) -> PromptLogprobs:
     """In chunks of rows, as many as are asked for."""
     num_tokens = hidden.shape[0]
     chunk = max(PROMPT_ROWS, min_rows(model.embedding[...].dtype))
     padded = -(-num_tokens // chunk) * chunk
-    rows = jnp.pad(step_input.prompt_rows, (0, padded - num_tokens))
-    targets = jnp.pad(step_input.prompt_targets, (0, padded - num_tokens))
+    rows = jnp.pad(tokens.prompt_rows, (0, padded - num_tokens))
+    targets = jnp.pad(tokens.prompt_targets, (0, padded - num_tokens))
     out = PromptLogprobs(
         logprobs=jnp.zeros(padded, jnp.float32),
         ranks=jnp.zeros(padded, jnp.int32),
@@ -161,5 +196,5 @@ def _prompt_logprobs(model: Decoder, hidden: jax.Array, step_input: StepInput) -
         found = PromptLogprobs(*token_logprobs(logits, lax.dynamic_slice_in_dim(targets, at, chunk)))
         return jax.tree.map(lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, at, 0), out, found)
 
-    out = lax.fori_loop(0, -(-step_input.num_prompt_rows // chunk), body, out)
+    out = lax.fori_loop(0, -(-tokens.num_prompt_rows // chunk), body, out)
     return jax.tree.map(lambda a: a[:num_tokens], out)

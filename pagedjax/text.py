@@ -35,9 +35,7 @@ class StopFinder:
         self._next: list[dict[str, int]] = [{}]
         self._fallback: list[int] = [0]  # the longest proper end of this state that is a state too
         self._length: list[int] = [0]
-        self._match: list[int] = [
-            len(self._stops)
-        ]  # index of the stop string that ends here, or past the end
+        self._match: list[int] = [len(self._stops)]  # index of the stop string that ends here, or past the end
         for index, stop in enumerate(self._stops):
             self._add(stop, index)
         self._link()

@@ -86,9 +86,7 @@ class Tokenizer:
         """
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise UserError(
-                f"no tokenizer.json in {folder}: add the model's, or name its folder with --tokenizer"
-            )
+            raise UserError(f"no tokenizer.json in {folder}: add the model's, or name its folder with --tokenizer")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception for whatever is wrong with the file
@@ -206,9 +204,7 @@ class Tokenizer:
         template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
         if continue_final_message:
             if add_generation_prompt:
-                raise ValueError(
-                    "continue_final_message and add_generation_prompt exclude each other: set one"
-                )
+                raise ValueError("continue_final_message and add_generation_prompt exclude each other: set one")
             messages = _mark_end(messages)
         # Fields that are null are left out: many templates would print "None".
         shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -268,9 +264,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any], given: str | None
     try:
         named = {str(entry["name"]): str(entry["template"]) for entry in template or ()}
     except (TypeError, KeyError):
-        raise UserError(
-            "chat_template in tokenizer_config.json cannot be read: use --chat-template"
-        ) from None
+        raise UserError("chat_template in tokenizer_config.json cannot be read: use --chat-template") from None
     if named and "default" not in named:
         raise UserError(f"the chat templates are {', '.join(named)}, none the default: use --chat-template")
     return named

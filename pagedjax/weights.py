@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
 from tqdm import tqdm
 
 from pagedjax.checkpoint import Checkpoint, open_checkpoint
@@ -51,9 +50,7 @@ def load_model(
     """
     dtype = resolve_dtype(dtype)
     checkpoint = open_checkpoint(model, load_format, dtype=dtype)
-    return build_model(
-        checkpoint, dtype, attention_backend=attention_backend, seed=seed, show_progress=show_progress
-    )
+    return build_model(checkpoint, dtype, attention_backend=attention_backend, seed=seed, show_progress=show_progress)
 
 
 def build_model(
@@ -110,9 +107,7 @@ def _with_generation_eos(config: ModelConfig, generation: Mapping[str, Any]) -> 
     return config.replace(eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
-def _check_tensors(
-    checkpoint: Checkpoint, specs: list[WeightSpec], shapes: Mapping[tuple[str | int, ...], tuple[int, ...]]
-) -> None:
+def _check_tensors(checkpoint: Checkpoint, specs: list[WeightSpec], shapes: Mapping[Any, tuple[int, ...]]) -> None:
     found = checkpoint.shapes()
     sources = [name for spec in specs for name in spec.sources]
     complaints = [f"{name} is missing" for name in sources if name not in found]

@@ -148,9 +148,7 @@ class Transformers(Peer):
         torch.set_num_threads(os.cpu_count() or 1)
         self.torch = torch
         config = AutoConfig.from_pretrained(model)
-        self.model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        ).eval()
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
         # With no end-of-sequence token every request runs to its full length; no logits processor is needed.
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
@@ -291,9 +289,7 @@ def machine() -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """The report as text, a line for each workload; a ratio over 1: the first peer beats the last."""
     names = list(report["peers"])
-    lines = [
-        " " * 42 + "".join(f"{name:>26}" for name in names) + (f"{'ratio':>9}" if len(names) > 1 else "")
-    ]
+    lines = [" " * 42 + "".join(f"{name:>26}" for name in names) + (f"{'ratio':>9}" if len(names) > 1 else "")]
     for key, entry in report["workloads"].items():
         cells = ""
         for name in names:
@@ -352,13 +348,9 @@ def say(line: str) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="bench_peers", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--peers", nargs="+", choices=PEERS, default=list(PEERS), help="the last one is the baseline"
-    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="the last one is the baseline")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="runs of each workload by each peer (default 5)"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each workload by each peer (default 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
     parser.add_argument("--worker", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

@@ -79,18 +79,14 @@ def greedy(model: PreTrainedModel, ids: list[int]) -> dict[str, Any]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--all-strings", type=Path)
     options = parser.parse_args()
     place = {"pretrained_model_name_or_path": options.gguf.parent, "gguf_file": options.gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
-    model = AutoModelForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, attn_implementation="eager").eval()
     cases = {}
     with torch.inference_mode():
         for name, prompt in PROMPTS.items():

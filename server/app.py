@@ -37,9 +37,7 @@ def create_app(engine: AsyncLLM | Callable[[], AsyncLLM], config: ServerConfig) 
     A function is called in a thread when the application starts; until it returns, requests get a 503. The
     future under ``LOADED`` holds what came of it. The engine is shut down with the application.
     """
-    app = web.Application(
-        middlewares=[answer_errors, allow_origin, check_key], client_max_size=MAX_BODY_BYTES
-    )
+    app = web.Application(middlewares=[answer_errors, allow_origin, check_key], client_max_size=MAX_BODY_BYTES)
     app[STATE] = ServerState(config)
     app.add_routes(routes())
     app.on_response_prepare.append(add_headers)
@@ -170,23 +168,17 @@ def _stop_on_signals() -> asyncio.Event:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except socket.gaierror as error:
         raise UserError(f"--host {host} is no address of this machine: {error.strerror}") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            message = (
-                f"port {port} on {host} is taken: choose another with --port, or --port 0 for any free one"
-            )
+            message = f"port {port} on {host} is taken: choose another with --port, or --port 0 for any free one"
         elif error.errno == errno.EACCES:
             message = f"port {port} needs more rights than this user has: choose one above 1023 with --port"
         else:
-            message = (
-                f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; see --host and --port"
-            )
+            message = f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; see --host and --port"
         raise UserError(message) from None
 
 

@@ -68,9 +68,7 @@ async def _read_json(request: web.Request) -> dict[str, Any]:
     try:
         raw = await request.read()
     except (web.RequestPayloadError, http_exceptions.HttpProcessingError):
-        raise bad_request(
-            "the request's body cannot be read: it is broken or cut short", code=_UNREADABLE
-        ) from None
+        raise bad_request("the request's body cannot be read: it is broken or cut short", code=_UNREADABLE) from None
     if encoding := request.headers.get("Content-Encoding"):
         raw = _decompressed(raw, encoding.strip().lower())
     try:
@@ -87,9 +85,7 @@ def _decompressed(raw: bytes, encoding: str) -> bytes:
     if encoding == "identity":
         return raw
     if encoding not in _WINDOW_BITS:
-        raise bad_request(
-            f"the Content-Encoding {encoding!r:.40} is not supported: use gzip or none", code=_UNREADABLE
-        )
+        raise bad_request(f"the Content-Encoding {encoding!r:.40} is not supported: use gzip or none", code=_UNREADABLE)
     decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
         body = decompressor.decompress(raw, MAX_BODY_BYTES + 1)
@@ -98,16 +94,12 @@ def _decompressed(raw: bytes, encoding: str) -> bytes:
     if len(body) > MAX_BODY_BYTES:
         raise _too_large()
     if not decompressor.eof or decompressor.unused_data:
-        raise bad_request(
-            f"the request's body is cut short or goes on after its {encoding}", code=_UNREADABLE
-        )
+        raise bad_request(f"the request's body is cut short or goes on after its {encoding}", code=_UNREADABLE)
     return body
 
 
 def _too_large() -> ApiError:
-    return ApiError(
-        413, f"the request's body is over the limit of {MAX_BODY_BYTES} bytes", code="body_too_large"
-    )
+    return ApiError(413, f"the request's body is over the limit of {MAX_BODY_BYTES} bytes", code="body_too_large")
 
 
 def _check_content_type(request: web.Request) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pagedjax import AsyncLLM, CompletionOutput, RequestOutput, UserError
-from pagedjax import Tokenizer
+from pagedjax import AsyncLLM, CompletionOutput, RequestOutput, Tokenizer, UserError
 from server.body import read_body
 from server.errors import bad_request
 from server.gate import check_model
@@ -42,9 +41,7 @@ async def chat_prompt(llm: AsyncLLM, body: TemplateFields) -> str:
         ApiError: 400, the model has no template, or the template refuses the messages.
     """
     if llm.tokenizer is None:
-        raise bad_request(
-            "this model has no tokenizer, and so no chat: send token ids to /v1/completions", "messages"
-        )
+        raise bad_request("this model has no tokenizer, and so no chat: send token ids to /v1/completions", "messages")
     try:
         # In a thread: long conversations must not hold up everybody's streams.
         return await asyncio.to_thread(

@@ -5,8 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pagedjax import CompletionOutput, RequestOutput
-from pagedjax import Tokenizer
+from pagedjax import CompletionOutput, RequestOutput, Tokenizer
 from server.body import read_body
 from server.gate import check_model
 from server.generation import Generation, Usage, answer, new_id
@@ -91,9 +90,7 @@ class _Choice:
             tokenizer=tokenizer, skip_special_tokens=body.skip_special_tokens, from_start=body.echo
         )
 
-    def first(
-        self, output: RequestOutput, news: CompletionOutput, prompt_entries: list[Any] | None
-    ) -> dict[str, Any]:
+    def first(self, output: RequestOutput, news: CompletionOutput, prompt_entries: list[Any] | None) -> dict[str, Any]:
         """The choice with its first output, and what was asked for of the prompt."""
         prompt_ids = output.prompt_token_ids
         before = None
@@ -107,9 +104,7 @@ class _Choice:
         if before is not None:
             choice["logprobs"] = {key: values + choice["logprobs"][key] for key, values in before.items()}
         if self._body.prompt_logprobs is not None and prompt_entries is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(
-                prompt_ids, prompt_entries, self._body.prompt_logprobs
-            )
+            choice["prompt_logprobs"] = prompt_logprobs(prompt_ids, prompt_entries, self._body.prompt_logprobs)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(prompt_ids)
         return choice
@@ -118,9 +113,7 @@ class _Choice:
         """The choice with what is new."""
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = completion_logprobs(
-                news.token_ids, news.logprobs or (), self._tokenizer, self._offsets
-            )
+            logprobs = completion_logprobs(news.token_ids, news.logprobs or (), self._tokenizer, self._offsets)
         choice: dict[str, Any] = {
             "index": self._number,
             "text": news.text,
@@ -136,8 +129,4 @@ class _Choice:
         if output.prompt is not None:
             return output.prompt
         skip = self._body.skip_special_tokens
-        return (
-            self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
-            if self._tokenizer
-            else ""
-        )
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip) if self._tokenizer else ""

@@ -66,9 +66,7 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
         _log.error("request failed in the engine: %s", error, extra={"request_id": request_id})
     else:
         _log.error("request failed", exc_info=error, extra={"request_id": request_id})
-    return ApiError(
-        500, f"internal error: the server's log has more under {request_id}", code="internal_error"
-    )
+    return ApiError(500, f"internal error: the server's log has more under {request_id}", code="internal_error")
 
 
 def _http_error(error: web.HTTPException) -> ApiError:

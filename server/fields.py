@@ -78,9 +78,7 @@ def _check_prompt(value: object) -> object:
             return value
         if all(isinstance(item, list) and item and _is_ids(item) for item in value):
             return value
-    raise refuse(
-        "must be a string, a list of strings, a list of token ids or a list of such lists, and not empty"
-    )
+    raise refuse("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
 
 
 def _is_ids(value: list[object]) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pagedjax import AsyncLLM
-from pagedjax import Tokenizer
+from pagedjax import AsyncLLM, Tokenizer
 from server.body import read_body, read_either
 from server.chat import chat_completions, chat_prompt
 from server.completions import completions

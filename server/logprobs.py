@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedjax import Logprob
-from pagedjax import Tokenizer
+from pagedjax import Logprob, Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -82,9 +81,7 @@ def chat_logprobs(
 
     content = []
     for token_id, entries in zip(token_ids, logprobs, strict=True):
-        likeliest = sorted(
-            (item for item in entries.items() if item[1].rank <= top), key=lambda item: item[1].rank
-        )
+        likeliest = sorted((item for item in entries.items() if item[1].rank <= top), key=lambda item: item[1].rank)
         alternatives = [one(*item) for item in likeliest[:top]]
         content.append(one(token_id, entries[token_id]) | {"top_logprobs": alternatives})
     return {"content": content, "refusal": None}
@@ -98,9 +95,7 @@ def prompt_logprobs(
     return [None if entries is None else _by_id(entries) for entries in likeliest]
 
 
-def likeliest_entries(
-    token_ids: Iterable[int], logprobs: Iterable[Entries | None], top: int
-) -> list[Entries | None]:
+def likeliest_entries(token_ids: Iterable[int], logprobs: Iterable[Entries | None], top: int) -> list[Entries | None]:
     """Of each token's entries its own and the ``top`` likeliest: two fields of a request may ask for more."""
     return [
         entries and {i: entry for i, entry in entries.items() if entry.rank <= top or i == token_id}

@@ -169,9 +169,7 @@ class Message(RequestBody):
 
     def for_template(self) -> dict[str, str]:
         """The message as chat templates read it: text parts joined by newlines, developer as system."""
-        text = (
-            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        )
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message | ({"name": self.name} if self.name else {})
 

@@ -164,9 +164,7 @@ def _chains(recite: Mapping[str, str | Sequence[str | bytes]], taken: set[bytes]
     """
     triggers = {_bytes(trigger) for trigger in recite}
     chains = {
-        trigger: [_bytes(piece) for piece in text]
-        for trigger, text in recite.items()
-        if not isinstance(text, str)
+        trigger: [_bytes(piece) for piece in text] for trigger, text in recite.items() if not isinstance(text, str)
     }
     given = [piece for pieces in chains.values() for piece in pieces]
     for piece in given:
@@ -204,9 +202,7 @@ def _write_tokenizer(
     add_bos: bool,
     chat_template: str | None,
 ) -> None:
-    vocab = {
-        (token.decode() if token in added else _spell(token)): token_id for token, token_id in ids.items()
-    }
+    vocab = {(token.decode() if token in added else _spell(token)): token_id for token, token_id in ids.items()}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -234,9 +230,7 @@ def _spell(token: bytes) -> str:
 
 def _alphabet() -> list[str]:
     """The alphabet as the tokenizers library has it: its characters in the order of their bytes."""
-    printable = [
-        chr(byte) for byte in range(256) if 0x21 <= byte <= 0x7E or (0xA1 <= byte <= 0xFF and byte != 0xAD)
-    ]
+    printable = [chr(byte) for byte in range(256) if 0x21 <= byte <= 0x7E or (0xA1 <= byte <= 0xFF and byte != 0xAD)]
     others = iter(sorted(set(ByteLevel.alphabet()) - set(printable)))
     return [chr(byte) if chr(byte) in printable else next(others) for byte in range(256)]
 

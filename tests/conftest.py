@@ -17,7 +17,7 @@ def shared_cache_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def step_cache(shared_cache_folder: Path) -> Iterator[Path]:
-    """Lets the engines that a module starts, here or in a process, use the steps that others have compiled."""
+    """Lets the engines that a module starts, also in processes, use steps that are compiled already."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGEDJAX_CACHE", os.fspath(shared_cache_folder))
         yield shared_cache_folder

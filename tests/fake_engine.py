@@ -113,11 +113,7 @@ class FakeLLM:
         self, about: dict[str, Any], ids: list[int], params: SamplingParams, room: int, delta: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         words = self.tokenizer.decode(ids) if self.tokenizer else ""
-        script = (
-            self.tokenizer.encode(self.script, add_special_tokens=False)
-            if self.tokenizer
-            else list(range(20))
-        )
+        script = self.tokenizer.encode(self.script, add_special_tokens=False) if self.tokenizer else list(range(20))
         limit = room if params.max_tokens is None else params.max_tokens
         sequences = [_FakeSequence(self, i, script[:limit], params) for i in range(params.n)]
         prompt_logprobs = None

@@ -19,9 +19,7 @@ def sentencepiece(kind: str) -> Tokenizer:
     replace = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if kind == "metaspace":
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        backend.decoder = decoders.Sequence(
-            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]
-        )
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
     elif kind == "gemma":
         backend.normalizer = normalizers.Replace(" ", "▁")
         backend.decoder = decoders.Sequence(replace)

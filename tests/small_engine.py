@@ -1,13 +1,19 @@
-"""One chain model and one set of engine sizes for all tests of the whole engine: its step is compiled once a session.
+"""One chain model and one set of engine sizes for the tests of the whole engine: its step compiles once.
 
-The pool holds one request of the greatest length and half as much again, so that one request runs undisturbed and
+The pool holds one request of the greatest length and half as much again: one request runs undisturbed, and
 eight long ones preempt each other.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chain_model import EOS, ChainModel, write_chain_model
+
+from pagedjax import RequestOutput, SamplingParams
+from pagedjax.engine import Engine
+from pagedjax.request import OutputCollector
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
@@ -52,6 +58,35 @@ def write_small_model(folder: Path) -> ChainModel:
         ring = [f"{name}:{index} " for index in range(7)]
         transitions[f"<{name}>"] = ring[0]
         transitions |= dict(zip(ring, [*ring[1:], ring[0]], strict=True))
-    return write_chain_model(
-        folder, transitions, recite={"<go>": TEXT, "<cat>": CAT}, max_model_len=MAX_MODEL_LEN
-    )
+    return write_chain_model(folder, transitions, recite={"<go>": TEXT, "<cat>": CAT}, max_model_len=MAX_MODEL_LEN)
+
+
+def greedy(**options: Any) -> SamplingParams:
+    """Parameters that leave no room for chance."""
+    return SamplingParams(**{"temperature": 0, "max_tokens": 80} | options)
+
+
+def assert_empty(engine: Engine) -> None:
+    """No request, block or lane is left."""
+    run(engine)  # a step that is still in flight
+    assert engine.blocks_held == 0
+    assert engine.num_waiting == 0
+    assert not engine.has_work
+    assert not engine._generations
+    assert sorted(engine._scheduler._free_lanes) == list(range(FLAGS["max_num_seqs"]))
+    engine._pool.check_integrity([])
+
+
+def run(engine: Engine, each_step: Callable[[int], None] = lambda step: None) -> dict[str, RequestOutput]:
+    """Step until there is no work; the outputs by request."""
+    collectors: dict[str, OutputCollector] = {}
+    outputs: dict[str, RequestOutput] = {}
+    for step in range(3000):
+        if not engine.has_work:
+            return outputs
+        each_step(step)
+        for delta in engine.step():
+            assert delta.request_id not in outputs or not outputs[delta.request_id].finished
+            collector = collectors.setdefault(delta.request_id, OutputCollector())
+            outputs[delta.request_id] = collector.add(delta)
+    pytest.fail("the engine never comes to an end")

@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -261,7 +260,7 @@ def test_a_real_engine(tmp_path: Path, step_cache: Path) -> None:
     model = write_chain_model(tmp_path / "model", {"a": "b"}, max_model_len=64).folder
     trace = write_trace(tmp_path / "t.jsonl", MOONCAKE)
     config = EngineConfig(
-        model=str(model), load_format="dummy", dtype="float32", max_num_seqs=8, max_num_batched_tokens=64
+        model=str(model), load_format="dummy", dtype="float32", max_num_seqs=8, max_num_batched_tokens=8
     )
     said: list[str] = []
     workload = Workload(num_prompts=3, trace=trace, trace_scale=0.1)

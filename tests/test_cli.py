@@ -26,7 +26,7 @@ from server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = [sys.executable, "-m", "pagedjax.cli"]
-SMALL = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+SMALL = ["--max-num-seqs", "8", "--max-num-batched-tokens", "8"]  # one shape to compile
 RECITED = "Hello, wörld 😀!"
 
 
@@ -40,7 +40,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> ChainModel:
 
 @pytest.fixture(scope="module")
 def engine(chain: ChainModel, step_cache: Path) -> Engine:
-    return load_engine(EngineConfig(model=str(chain.folder), max_num_seqs=8, max_num_batched_tokens=64))
+    return load_engine(EngineConfig(model=str(chain.folder), max_num_seqs=8, max_num_batched_tokens=8))
 
 
 @pytest.fixture
@@ -64,7 +64,9 @@ def generate(
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
-    return {True: "on", False: "off"}.get(field.default, str(field.default))  # type: ignore[call-overload]
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    return str(field.default)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_help_names_every_flag(
     text = " ".join(capsys.readouterr().out.split())
     for flag in (flag for table in tables for flag in table):
         name = flag.options[-1] if flag.options else "--" + flag.field.replace("_", "-")
-        assert f"{name} " in text
+        assert name in text.replace(",", " ").split()
         assert f"{flag.meaning} (default: {flag.default})".replace("- ", "-") in text.replace("- ", "-")
 
 
@@ -203,7 +205,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``pagedjax serve`` hands on: ``config``, and the model and the keywords of ``AsyncLLM``."""
     seen: dict[str, Any] = {}
 
@@ -317,7 +319,7 @@ def test_a_server_from_start_to_end(
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     assert text_of(connection.getresponse()) == RECITED
 
-    body |= {"prompt": "a", "max_tokens": 2000}
+    body |= {"prompt": "a", "max_tokens": 299}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     stream = connection.getresponse()
     assert stream.readline().startswith(b"data: ")
@@ -360,9 +362,7 @@ def test_text_streams(generate: Callable[..., tuple[int, str, str]], monkeypatch
     assert "error" not in err
 
 
-def test_prompts_in_a_file(
-    generate: Callable[..., tuple[int, str, str]], chain: ChainModel, tmp_path: Path
-) -> None:
+def test_prompts_in_a_file(generate: Callable[..., tuple[int, str, str]], chain: ChainModel, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     # The first one ends last: its line comes first all the same.
     prompts: list[str | list[int]] = ["a", "<go>", [chain.id("b")]]
@@ -439,21 +439,18 @@ def test_ends_from_outside(started: Callable[..., subprocess.Popen[bytes]], end:
     if end == "interrupt":
         process.send_signal(signal.SIGINT)
         process.stdout.read()
-    else:
-        process.stdout.close()
+    process.stdout.close()
     errors = process.stderr.read()
     assert process.wait(30) == status
     assert b"Traceback" not in errors
     assert b"Error" not in errors
-    process.stdout = None  # closed or read to its end: nothing is left for `communicate`
+    process.stdout = None  # nothing is left for `communicate`
 
 
 # ---- bench ----
 
 
-def test_throughput(
-    chain: ChainModel, step_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_throughput(chain: ChainModel, step_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "numbers.json"
     sizes = ["--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--json", str(path)]
     assert main(["bench", "throughput", str(chain.folder), *SMALL, *sizes]) == 0
@@ -461,8 +458,9 @@ def test_throughput(
     numbers = json.loads(out)
     assert numbers == json.loads(path.read_text())
     assert (numbers["prompt_tokens"], numbers["output_tokens"]) == (60, 15)
-    keys = "elapsed_s requests_per_s output_tokens_per_s total_tokens_per_s ttft_ms tpot_ms itl_ms e2el_ms kv_waste "
-    keys += "preemptions compiles_after_warmup host_ms_per_step peak_rss_mib version jax device dtype"
+    keys = "elapsed_s requests_per_s output_tokens_per_s total_tokens_per_s ttft_ms tpot_ms itl_ms "
+    keys += "e2el_ms kv_waste preemptions compiles_after_warmup host_ms_per_step peak_rss_mib version "
+    keys += "jax device dtype"
     assert set(keys.split()) <= set(numbers)
     assert "blocks of 16" in err
 

@@ -2,24 +2,23 @@
 
 import dataclasses
 import random
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import pytest
 from chain_model import ChainModel
-from small_engine import FLAGS, MAX_MODEL_LEN, TEXT, write_small_model
+from small_engine import FLAGS, assert_empty, greedy, run, write_small_model
 
 from pagedjax import LLM, RequestOutput, SamplingParams
 from pagedjax.engine import Engine
 from pagedjax.generation import Generation, RunningRequest
-from pagedjax.request import OutputCollector, SequenceState
+from pagedjax.request import SequenceState
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> ChainModel:
+def chain(tmp_path_factory: pytest.TempPathFactory, step_cache: Path) -> ChainModel:
     return write_small_model(tmp_path_factory.mktemp("small"))
 
 
@@ -37,41 +36,13 @@ def llm(sound: list[LLM], chain: ChainModel) -> Iterator[LLM]:
     assert_empty(llm.engine)
     (out,) = llm.generate("<go>", greedy(), use_tqdm=False)
     assert out.outputs[0].token_ids == chain.follow("<go>")
+    run(llm.engine)
     sound.append(llm)
 
 
 @pytest.fixture
 def engine(llm: LLM) -> Engine:
     return llm.engine
-
-
-def greedy(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": 80} | options)
-
-
-def assert_empty(engine: Engine) -> None:
-    run(engine)  # a step that is still in flight
-    assert engine.blocks_held == 0
-    assert engine.num_waiting == 0
-    assert not engine.has_work
-    assert not engine._generations
-    assert sorted(engine._scheduler._free_lanes) == list(range(FLAGS["max_num_seqs"]))
-    engine._pool.check_integrity([])
-
-
-def run(engine: Engine, each_step: Callable[[int], None] = lambda step: None) -> dict[str, RequestOutput]:
-    """Step until there is no work; the outputs by request."""
-    collectors: dict[str, OutputCollector] = {}
-    outputs: dict[str, RequestOutput] = {}
-    for step in range(3000):
-        if not engine.has_work:
-            return outputs
-        each_step(step)
-        for delta in engine.step():
-            assert delta.request_id not in outputs or not outputs[delta.request_id].finished
-            collector = collectors.setdefault(delta.request_id, OutputCollector())
-            outputs[delta.request_id] = collector.add(delta)
-    pytest.fail("the engine never comes to an end")
 
 
 NEIGHBOURS: list[tuple[str, dict[str, Any]]] = [
@@ -112,9 +83,7 @@ def assert_only_one_failed(
 # ---- a fault in one request's handling -------------------------------------------------------------------
 
 
-def raise_for(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, index: int = 0
-) -> None:
+def raise_for(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, index: int = 0) -> None:
     """Let the ``call``-th call of a method raise for sample ``index`` of the request ``bad``."""
     original = getattr(owner, name)
     calls = 0
@@ -171,7 +140,7 @@ def test_a_fault_in_the_first_rows_settings(
     engine: Engine, chain: ChainModel, alone: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    rows = engine._runner.sampling_rows
+    rows = engine._packer.sampling_rows
     original = rows.set
 
     def set_(lane: int, params: SamplingParams, *args: Any) -> None:
@@ -193,6 +162,17 @@ def test_a_fault_with_a_prompt(
     raise_for(monkeypatch, RunningRequest, "take_prompt", call)
     add_neighbours(engine, chain)
     engine.add_request("bad", [chain.id("<loop>")] * 100, greedy(max_tokens=9, prompt_logprobs=1))
+    assert_only_one_failed(run(engine), alone, caplog)
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_a_fault_when_its_news_are_gathered(
+    engine: Engine, chain: ChainModel, alone: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, call: int,
+) -> None:  # fmt: skip
+    raise_for(monkeypatch, Generation, "delta", call)
+    engine.add_request("bad", [chain.id("<loop>")], greedy(n=2))
+    add_neighbours(engine, chain)
     assert_only_one_failed(run(engine), alone, caplog)
 
 
@@ -242,11 +222,12 @@ def test_the_device_fails_and_it_is_seen_later(
         calls += 1
         output = original(step_input)
         if calls == call + 1 and poisoned:  # the step that ran behind it has nothing that can be used
-            engine._runner._last_tokens.delete()
+            engine._runner.last_tokens.delete()
             jax.tree.map(lambda array: array.delete(), engine._runner._kv_cache)
         if calls != call:
             return output
-        return dataclasses.replace(output, samples=dataclasses.replace(output.samples, tokens=Broken()))
+        assert output.samples is not None
+        return dataclasses.replace(output, samples=dataclasses.replace(output.samples, tokens=cast(Any, Broken())))
 
     monkeypatch.setattr(engine._runner, "dispatch", dispatch)
     add_neighbours(engine, chain)
@@ -274,14 +255,12 @@ def test_abort_before_the_first_step(engine: Engine, chain: ChainModel) -> None:
     engine.abort("never heard of")
 
 
-def test_abort_in_the_middle_of_a_prompt(
-    engine: Engine, chain: ChainModel, alone: dict[str, RequestOutput]
-) -> None:
+def test_abort_in_the_middle_of_a_prompt(engine: Engine, chain: ChainModel, alone: dict[str, RequestOutput]) -> None:
     add_neighbours(engine, chain)
-    engine.add_request("gone", [chain.id("<loop>")] * 120, greedy(max_tokens=8))
+    engine.add_request("gone", [chain.id("<loop>")] * 100, greedy(max_tokens=8))
     engine.step()
     (sequence,) = sequences_of(engine, "gone")
-    assert 0 < sequence.num_computed < 120
+    assert 0 < sequence.num_computed < 100
     held, its_blocks = engine.blocks_held, len(sequence.block_table)
     assert its_blocks > 5
     engine.abort("gone")
@@ -382,119 +361,12 @@ def test_aborts_and_faults_at_any_moment_leave_the_others_alone(
         assert [out.token_ids for out in outputs[name].outputs] == [wanted[name]] * len(outputs[name].outputs)
 
 
-# ---- requests that can't be served -----------------------------------------------------------------------
-
-BAD: list[tuple[Any, dict[str, Any], str]] = [
-    ([], {}, "prompt"),
-    ([5, 100_000], {}, "prompt"),
-    ([-1], {}, "prompt"),
-    ([1.5], {}, "prompt"),
-    (["a"], {}, "prompt"),
-    ([None], {}, "prompt"),
-    ([1] * (MAX_MODEL_LEN + 1), {"max_tokens": 0}, "prompt"),
-    ([1] * MAX_MODEL_LEN, {"max_tokens": 1}, "prompt"),
-    ([1] * MAX_MODEL_LEN, {"max_tokens": None}, "prompt"),
-    ([1], {"max_tokens": MAX_MODEL_LEN}, "prompt"),
-    ([1], {"stop_token_ids": [100_000]}, "stop_token_ids"),
-    ([1], {"allowed_token_ids": [1, 100_000]}, "allowed_token_ids"),
-    ([1], {"logit_bias": {100_000: 1.0}}, "logit_bias"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "options", "name"), BAD)
-def test_bad_requests_name_the_field_and_leave_nothing(
-    engine: Engine, prompt: list[Any], options: dict[str, Any], name: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^{name}"):
-        engine.add_request("bad", prompt, greedy(**options))
-    assert not engine.has_work
-    assert engine.num_waiting == 0
-
-
-BAD_PARAMS: list[tuple[str, Any]] = [
-    ("n", 0), ("n", 129), ("n", 1.0), ("best_of", 0), ("temperature", -0.1), ("temperature", 2.1),
-    ("temperature", float("nan")), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5),
-    ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("seed", 2**64),
-    ("seed", "x"), ("stop", [""]), ("stop", [1]), ("stop", ["x"] * 17), ("stop_token_ids", [-1]),
-    ("stop_token_ids", ["x"]), ("stop_token_ids", 5), ("stop", 5), ("bad_words", 5), ("min_tokens", -1),
-    ("max_tokens", -1), ("max_tokens", True), ("logprobs", 21), ("prompt_logprobs", -1), ("logit_bias", [1]),
-    ("logit_bias", {"1": 1}), ("logit_bias", {1: 101}), ("allowed_token_ids", []), ("allowed_token_ids", 7),
-    ("bad_words", [""]), ("ignore_eos", 1), ("skip_special_tokens", None), ("include_stop_str_in_output", "no"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), BAD_PARAMS)
-def test_bad_parameters_name_the_field(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name} "):
-        SamplingParams(**{name: value})
-
-
-def test_min_tokens_over_max_tokens() -> None:
-    with pytest.raises(ValueError, match=r"^min_tokens .*max_tokens"):
-        SamplingParams(min_tokens=17)
-
-
-def test_the_third_of_several_sequences_is_refused(
-    engine: Engine, chain: ChainModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, calls = engine._scheduler.add, 0
-
-    def add(sequence: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise ValueError("7 blocks wanted, the pool has 6")
-        original(sequence)
-
-    monkeypatch.setattr(engine._scheduler, "add", add)
-    with pytest.raises(ValueError, match="blocks wanted"):
-        engine.add_request("bad", [chain.id("<go>")], greedy(n=4))
-    assert not engine.has_work
-    assert engine.num_waiting == 0
-    assert not engine._generations
-
-
-def test_an_id_that_is_in_use(engine: Engine, chain: ChainModel) -> None:
-    engine.add_request("twice", [chain.id("<go>")], greedy())
-    with pytest.raises(ValueError, match=r"^request_id 'twice'"):
-        engine.add_request("twice", [chain.id("<loop>")], greedy())
-    assert run(engine)["twice"].outputs[0].text == TEXT
-    engine.add_request("twice", [chain.id("<cat>")], greedy())
-    assert run(engine)["twice"].outputs[0].text.startswith("The cat")
-
-
-def test_one_bad_prompt_among_several(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="^prompt"):
-        llm.generate([[1], [2], [100_000]], greedy(), use_tqdm=False)
-    with pytest.raises(ValueError, match="^params has 1 entries for 2 prompts"):
-        llm.generate([[1], [2]], [greedy()], use_tqdm=False)
-
-
-def test_a_model_without_a_tokenizer(llm: LLM, chain: ChainModel, tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(chain.folder / name, tmp_path)
-    bare = LLM(str(tmp_path), **FLAGS)
-    (out,) = bare.generate([chain.id("<go>")], greedy(logprobs=1), use_tqdm=False)
-    assert out.outputs[0].token_ids == chain.follow("<go>")
-    assert out.outputs[0].text == ""
-    assert out.outputs[0].logprobs is not None
-    assert out.outputs[0].logprobs[0][ord("H")].decoded_token is None
-    for name, value in (("stop", "x"), ("bad_words", ["x"])):
-        with pytest.raises(ValueError, match=f"^{name} needs a tokenizer"):
-            bare.generate([1], greedy(**{name: value}), use_tqdm=False)
-    with pytest.raises(ValueError, match="^prompt is text"):
-        bare.generate("x", use_tqdm=False)
-    assert_empty(bare.engine)
-
-
 # ---- the user interrupts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["_dispatch", "_commit", "_fetch", "_observe_step"])
+@pytest.mark.parametrize("where", ["_dispatch", "_commit", "_take", "_observe_step"])
 @pytest.mark.parametrize("call", [1, 2, 9])
-def test_ctrl_c_leaves_nothing_behind(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, call: int
-) -> None:
+def test_ctrl_c_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, call: int) -> None:
     original, calls = getattr(llm.engine, where), 0
 
     def method(*args: Any) -> Any:

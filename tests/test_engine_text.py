@@ -3,19 +3,20 @@
 import math
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chain_model import EOS, ChainModel
-from small_engine import CAT, FLAGS, TEXT, write_small_model
+from small_engine import CAT, FLAGS, TEXT, greedy, write_small_model
 
 from pagedjax import LLM, AsyncLLM, RequestOutput, SamplingParams
 from pagedjax.request import CompletionOutput, Logprob, OutputCollector
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> ChainModel:
+def chain(tmp_path_factory: pytest.TempPathFactory, step_cache: Path) -> ChainModel:
     return write_small_model(tmp_path_factory.mktemp("small"))
 
 
@@ -29,10 +30,6 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     yield shared_llm
     assert shared_llm.engine.blocks_held == 0
     assert shared_llm.metrics()["compiles_after_warmup"] == 0
-
-
-def greedy(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": 100} | options)
 
 
 def one(llm: LLM, prompt: str | list[int], **options: Any) -> CompletionOutput:
@@ -84,9 +81,7 @@ def test_max_tokens_never_shows_half_a_character_early(llm: LLM, chain: ChainMod
     ],
 )
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_across_tokens(
-    llm: LLM, stop: Any, text: str, num_tokens: int, include: bool
-) -> None:
+def test_stop_strings_across_tokens(llm: LLM, stop: Any, text: str, num_tokens: int, include: bool) -> None:
     out = one(llm, "<cat>", stop=stop, include_stop_str_in_output=include)
     stops = [stop] if isinstance(stop, str) else stop
     assert out.finish_reason == "stop"
@@ -130,8 +125,7 @@ def test_ignore_eos(llm: LLM, chain: ChainModel) -> None:
 
 def test_the_prompt_may_end_in_half_a_character(llm: LLM, chain: ChainModel) -> None:
     said = chain.follow("<go>")
-    at = next(i for i, token in enumerate(said) if token == chain.ids[b"\xc3"]) if b"\xc3" in chain.ids else 0
-    assert at, "the text has a character of two tokens"
+    at = said.index(chain.ids[b"\xc3"])
     out = one(llm, [chain.id("<go>"), *said[: at + 1]])
     assert out.text == TEXT[TEXT.index("ö") :]
 
@@ -376,8 +370,7 @@ def test_preempted_requests_give_the_same(llm: LLM, chain: ChainModel) -> None:
     before = llm.metrics()
     together = many(llm, [prompt for prompt, _ in listed], [params for _, params in listed])
     after = llm.metrics()
-    gained = {name: after[name] - before[name] for name in after if name.startswith("num_preemptions")}
-    assert sum(gained.values()) > 3, gained
+    assert after["num_preemptions"] - before["num_preemptions"] > 3
     for one_, other in zip(alone, together, strict=True):
         assert other.outputs == one_.outputs
         assert other.prompt_logprobs == one_.prompt_logprobs

@@ -16,7 +16,8 @@ def check(model: str, outputs: list[RequestOutput]) -> None:
         completion = output.outputs[0]
         assert completion.token_ids == case.greedy
         assert completion.finish_reason == "length"
-        assert completion.logprobs is not None and output.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        assert output.prompt_logprobs is not None
         for step, entry in enumerate(completion.logprobs):
             assert entry[case.greedy[step]].logprob == pytest.approx(case.greedy_logprobs[step], abs=TOLERANCE)
             found = [entry[token].logprob for token in case.top5_ids[step].tolist()]
@@ -25,9 +26,10 @@ def check(model: str, outputs: list[RequestOutput]) -> None:
         assert output.prompt_logprobs[0] is None
         for row, expected in enumerate(wanted[:-1]):
             position = case.logits_start + row + 1  # the logits after one token are of the next
-            entry = output.prompt_logprobs[position]
-            assert entry is not None and len(entry) >= 20
-            for token, found_here in entry.items():
+            of_prompt = output.prompt_logprobs[position]
+            assert of_prompt is not None
+            assert len(of_prompt) >= 20
+            for token, found_here in of_prompt.items():
                 assert found_here.logprob == pytest.approx(expected[token], abs=TOLERANCE)
 
 

@@ -23,9 +23,7 @@ def target_requests() -> list[tuple[list[int], SamplingParams]]:
         temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=7, max_tokens=24, logprobs=5,
         repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1,
     )  # fmt: skip
-    return [
-        ([rng.randrange(VOCAB) for _ in range(length)], params) for length in LENGTHS for params in (greedy, drawn)
-    ]
+    return [([rng.randrange(VOCAB) for _ in range(length)], params) for length in LENGTHS for params in (greedy, drawn)]
 
 
 def neighbours() -> list[tuple[list[int], SamplingParams]]:

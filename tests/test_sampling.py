@@ -211,9 +211,7 @@ def test_same_bits_whatever_the_neighbours(vocab: int, sizes: tuple[int, ...]) -
             for name, values in mine.items():
                 fields[name][place] = values
             got = run(logits, SamplingInput(**fields), history)
-            jax.tree.map(
-                lambda a, b, place=place: np.testing.assert_array_equal(np.asarray(a)[place], b), got, want
-            )
+            jax.tree.map(lambda a, b, place=place: np.testing.assert_array_equal(np.asarray(a)[place], b), got, want)
             targets = np.zeros(rows, np.int32)
             targets[place] = want.tokens
             scores = jax.jit(token_logprobs)(logits, targets)
@@ -245,9 +243,7 @@ def test_all_rows_at_once_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     history = rng.integers(0, vocab, (rows, 16)).astype(np.int32)
     one_by_one = run(logits, SamplingInput(**fields), history)
     monkeypatch.setattr(sampling, "_by_group", lambda function, *arrays: function(*arrays))
-    at_once = jax.jit(lambda *a: sample(a[0], a[1], lambda row: a[2][row]))(
-        logits, SamplingInput(**fields), history
-    )
+    at_once = jax.jit(lambda *a: sample(a[0], a[1], lambda row: a[2][row]))(logits, SamplingInput(**fields), history)
     np.testing.assert_array_equal(at_once.tokens, one_by_one.tokens)
     np.testing.assert_array_equal(at_once.top_ids, one_by_one.top_ids)
     np.testing.assert_allclose(at_once.logprobs, one_by_one.logprobs, atol=1e-5)
@@ -285,9 +281,7 @@ def draws(logits: Array, count: int, seed: int, **changes: Any) -> Array:
     """`count` draws from one row of logits, at positions 0 .. count - 1 of one request."""
     changes = {"temperature": 1.0, "key": [[0, seed]], "position": np.arange(count), **changes}
     fields = plain(count, len(logits), **changes)
-    return np.asarray(
-        run(np.tile(logits, (count, 1)), SamplingInput(**fields), np.zeros((count, 1), np.int32)).tokens
-    )
+    return np.asarray(run(np.tile(logits, (count, 1)), SamplingInput(**fields), np.zeros((count, 1), np.int32)).tokens)
 
 
 @pytest.mark.parametrize(
@@ -301,9 +295,7 @@ def test_draws_follow_the_distribution(vocab: int, changes: dict[str, Any]) -> N
     seen = np.bincount(draws(logits, count, seed=3, **changes), minlength=vocab)
     assert seen[p == 0].sum() == 0
     order = np.argsort(-p)
-    cells = (
-        np.array_split(order[p[order] > 0], 20) if vocab > 100 else [[i] for i in order if p[i] * count > 5]
-    )
+    cells = np.array_split(order[p[order] > 0], 20) if vocab > 100 else [[i] for i in order if p[i] * count > 5]
     expected = np.array([p[cell].sum() for cell in cells]) * count
     observed = np.array([seen[cell].sum() for cell in cells])
     chi_square = ((observed - expected) ** 2 / expected).sum()
@@ -380,9 +372,7 @@ def test_logprobs_are_of_the_raw_distribution(vocab: int, ties: bool) -> None:
     logits = rng.normal(size=(8, vocab)).astype(np.float32) * 3
     if ties:
         logits = np.round(logits)
-    fields = plain(
-        8, vocab, temperature=2.0, top_k=3, num_logprobs=[-1, 0, 1, 5, 20, 20, 20, 20], bias_values=9.0
-    )
+    fields = plain(8, vocab, temperature=2.0, top_k=3, num_logprobs=[-1, 0, 1, 5, 20, 20, 20, 20], bias_values=9.0)
     fields["bias_ids"][:, 0] = np.arange(8)
     out = jax.tree.map(np.asarray, run(logits, SamplingInput(**fields), HISTORY))
     exact = logits.astype(np.float64)
@@ -398,9 +388,7 @@ def test_logprobs_are_of_the_raw_distribution(vocab: int, ties: bool) -> None:
     best = np.argsort(-logits, axis=1, kind="stable")[:, :20]
     count = min(vocab, 20)
     np.testing.assert_array_equal(out.top_ids[2:, :count], best[2:])
-    np.testing.assert_allclose(
-        out.top_logprobs[2:, :count], np.take_along_axis(exact, best, 1)[2:], atol=1e-5
-    )
+    np.testing.assert_allclose(out.top_logprobs[2:, :count], np.take_along_axis(exact, best, 1)[2:], atol=1e-5)
     assert (out.top_ids[:, count:] == -1).all()
     assert np.isneginf(out.top_logprobs[:, count:]).all()
     logprob, rank, top_ids, top_logprobs = token_logprobs(jnp.asarray(logits), jnp.asarray(out.tokens))

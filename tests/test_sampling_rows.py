@@ -29,9 +29,7 @@ def take(rows: SamplingRows, lanes: list[int], count: int) -> dict[str, Any]:
 
 def test_rows_hold_what_the_device_reads() -> None:
     rows = SamplingRows(num_lanes=6, vocab_size=100, max_bias=4)
-    params = SamplingParams(
-        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.5, logprobs=3
-    )
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.5, logprobs=3)
     rows.set(2, params, prompt_len=11, key=(5, 6))
     rows.set(4, SamplingParams(), prompt_len=3, key=(7, 8))
     taken = take(rows, [4, 2], 8)

@@ -37,9 +37,7 @@ def byte_level(chain: ChainModel) -> Tokenizer:
     return Tokenizer.load(chain.folder)
 
 
-def stream(
-    tokenizer: Tokenizer | None, prompt: Sequence[int], output: Sequence[int], **options: object
-) -> list[str]:
+def stream(tokenizer: Tokenizer | None, prompt: Sequence[int], output: Sequence[int], **options: object) -> list[str]:
     """What is shown at each token, and at the end."""
     text = TextStream(tokenizer, prompt, **options)  # type: ignore[arg-type]
     shown = [text.push(token_id) for token_id in output]
@@ -48,9 +46,7 @@ def stream(
     return shown
 
 
-def first_stop(
-    text: str, stops: Sequence[str], include: bool = False, after: int = 0
-) -> tuple[str, str | None]:
+def first_stop(text: str, stops: Sequence[str], include: bool = False, after: int = 0) -> tuple[str, str | None]:
     """The slow truth: the text cut at the stop string that ends first, past ``after`` characters."""
     for end in range(after + 1, len(text) + 1):
         for stop in stops:
@@ -71,9 +67,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
     include=st.booleans(),
     free=st.integers(0, 3),
 )
-def test_stop_finder_agrees_with_the_slow_truth(
-    parts: list[str], stops: list[str], include: bool, free: int
-) -> None:
+def test_stop_finder_agrees_with_the_slow_truth(parts: list[str], stops: list[str], include: bool, free: int) -> None:
     finder = StopFinder(stops, include)
     text, shown = "", ""
     after = len("".join(parts[:free]))  # as min_tokens: the first parts may not stop
@@ -83,9 +77,7 @@ def test_stop_finder_agrees_with_the_slow_truth(
         if finder.found:
             break
         # Exactly what may become a stop string is held back.
-        begun = [
-            text[i:] for i in range(len(text)) if any(s.startswith(text[i:]) and s != text[i:] for s in stops)
-        ]
+        begun = [text[i:] for i in range(len(text)) if any(s.startswith(text[i:]) and s != text[i:] for s in stops)]
         assert finder.held == ("" if include else max(begun, key=len, default=""))
         assert shown + finder.held == text
     assert (shown + finder.held, finder.found) == first_stop("".join(parts), stops, include, after)
@@ -119,9 +111,7 @@ def test_stop_strings_by_example(parts: list[str], stops: list[str], shown: str,
 
 
 @given(data=st.data(), skip=st.booleans(), include=st.booleans())
-def test_byte_level_stream_equals_decode(
-    byte_level: Tokenizer, data: st.DataObject, skip: bool, include: bool
-) -> None:
+def test_byte_level_stream_equals_decode(byte_level: Tokenizer, data: st.DataObject, skip: bool, include: bool) -> None:
     ids = st.lists(st.integers(-2, byte_level.vocab_size + 2), max_size=12)
     prompt, output = data.draw(ids), data.draw(ids)
     stops = data.draw(st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=3))
@@ -159,10 +149,7 @@ def test_sentencepiece_stream_equals_decode(
     whole = tokenizer.decode(prompt_ids + output_ids, skip_special_tokens=skip)
     assert whole.startswith(before)
     expected, _ = first_stop(whole.removeprefix(before), stops)
-    assert (
-        "".join(stream(tokenizer, prompt_ids, output_ids, stop=tuple(stops), skip_special_tokens=skip))
-        == expected
-    )
+    assert "".join(stream(tokenizer, prompt_ids, output_ids, stop=tuple(stops), skip_special_tokens=skip)) == expected
 
 
 def test_space_between_prompt_and_output_is_kept() -> None:

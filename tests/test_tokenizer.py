@@ -59,9 +59,7 @@ def test_token_bytes(chain: ChainModel, byte_level: Tokenizer) -> None:
     for tokenizer in (byte_level, llama):
         for token_id in (-1, 10**6, 2**40):
             assert tokenizer.token_bytes(token_id) == b""
-        assert (
-            tokenizer.decode([-1, 10**6, 2**40, ord("a") if tokenizer is byte_level else sp("a")[0]]) == "a"
-        )
+        assert tokenizer.decode([-1, 10**6, 2**40, ord("a") if tokenizer is byte_level else sp("a")[0]]) == "a"
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
@@ -94,9 +92,7 @@ def change_settings(folder: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-@pytest.mark.parametrize(
-    "settings", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]
-)
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
 def test_same_ids_as_transformers(tmp_path: Path, in_file: bool, settings: dict[str, bool]) -> None:
     chain = write_chain_model(tmp_path, {"<go>": "a"}, add_bos=in_file)
     change_settings(tmp_path, **settings)
@@ -105,9 +101,7 @@ def test_same_ids_as_transformers(tmp_path: Path, in_file: bool, settings: dict[
         assert tokenizer.encode(text) == truth(text).input_ids
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert ids == truth(text, add_special_tokens=False).input_ids
-        assert tokenizer.decode([chain.eos_id, *ids]) == truth.decode(
-            [chain.eos_id, *ids], skip_special_tokens=True
-        )
+        assert tokenizer.decode([chain.eos_id, *ids]) == truth.decode([chain.eos_id, *ids], skip_special_tokens=True)
 
 
 def test_truncation_in_the_file_is_not_applied(tmp_path: Path) -> None:
@@ -231,9 +225,7 @@ def test_where_the_chat_template_comes_from(tmp_path: Path) -> None:
 
 
 def test_chat_template_is_in_a_sandbox(tmp_path: Path) -> None:
-    write_chain_model(
-        tmp_path, {"a": "b"}, chat_template="{{ ''.__class__.__mro__ }}{{ messages.append(1) }}"
-    )
+    write_chain_model(tmp_path, {"a": "b"}, chat_template="{{ ''.__class__.__mro__ }}{{ messages.append(1) }}")
     with pytest.raises(ValueError, match="refuses the messages"):
         Tokenizer.load(tmp_path).apply_chat_template(CHAT)
 
@@ -277,8 +269,5 @@ def test_chain_refuses_a_piece_that_stands_twice(tmp_path: Path) -> None:
 def test_chain_recites_any_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     chain = write_chain_model(tmp_path_factory.mktemp("any"), text)
     assert (
-        b"".join(
-            token for i in chain.follow("<go>")[:-1] for token, j in chain.ids.items() if i == j
-        ).decode()
-        == text
+        b"".join(token for i in chain.follow("<go>")[:-1] for token, j in chain.ids.items() if i == j).decode() == text
     )

@@ -42,9 +42,7 @@ def file_digest(path: Path) -> str:
                 return known
         digest = _sha256(path)
         if _fingerprint(path) != before:
-            raise UserError(
-                f"{path} changed while it was being read; wait until it is complete and start again"
-            )
+            raise UserError(f"{path} changed while it was being read; wait until it is complete and start again")
         memory.parent.mkdir(parents=True, exist_ok=True)
         _write_at_once(memory, digest)
     except OSError as error:

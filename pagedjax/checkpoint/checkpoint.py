@@ -63,9 +63,7 @@ def open_folder(folder: Path, name: str, *, dummy: bool, tokenizer_dir: Path | N
     config = read_json(folder / "config.json")
     if not dummy and config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "an unknown method")
-        raise UserError(
-            f"{folder} is quantised ({method}), which cannot be loaded; use the unquantised checkpoint"
-        )
+        raise UserError(f"{folder} is quantised ({method}), which cannot be loaded; use the unquantised checkpoint")
     generation = folder / "generation_config.json"
     return Checkpoint(
         name=name,
@@ -119,9 +117,7 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder / pickled[0]} is a pickle, and loading a pickle runs whatever code is in it: "
             "convert it to safetensors"
         )
-    raise UserError(
-        f"{folder} has no safetensors files; download them, or use --load-format dummy for random weights"
-    )
+    raise UserError(f"{folder} has no safetensors files; download them, or use --load-format dummy for random weights")
 
 
 def _sharded(folder: Path) -> dict[str, StoredTensor]:
@@ -133,15 +129,11 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
         path = folder / file
         # The index is data from elsewhere: it must not lead out of the folder.
         if Path(file).name != file:
-            raise UserError(
-                f"{folder / INDEX} names {file!r}, which is not a file of this folder; download it again"
-            )
+            raise UserError(f"{folder / INDEX} names {file!r}, which is not a file of this folder; download it again")
         if not path.is_file():
             raise UserError(f"{path} is missing, and {INDEX} names it; download or copy it")
         tensors |= read_header(path)
     for name, file in index.items():
         if name not in tensors or tensors[name].path.name != file:
-            raise UserError(
-                f"{folder / file} lacks tensor {name!r}, which {INDEX} says it has; download both again"
-            )
+            raise UserError(f"{folder / file} lacks tensor {name!r}, which {INDEX} says it has; download both again")
     return tensors

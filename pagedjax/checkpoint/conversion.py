@@ -24,9 +24,7 @@ _STORED_AS = {"bfloat16": "BF16", "float32": "F32"}
 Progress = Callable[[int, int], None]
 
 
-def converted_gguf(
-    path: Path, dtype: str, *, with_tokenizer: bool = True, progress: Progress | None = None
-) -> Path:
+def converted_gguf(path: Path, dtype: str, *, with_tokenizer: bool = True, progress: Progress | None = None) -> Path:
     """The cache folder with the converted `path`; converts it on first use.
 
     `dtype` is `bfloat16` or `float32`. Without a `progress` callable, a bar on standard error shows the
@@ -34,9 +32,7 @@ def converted_gguf(
     when the cache cannot be written.
     """
     name = cache_name(path.stem, file_digest(path), dtype, with_tokenizer)
-    return folder_in_cache(
-        name, is_whole, lambda folder: convert_gguf(path, folder, dtype, with_tokenizer, progress)
-    )
+    return folder_in_cache(name, is_whole, lambda folder: convert_gguf(path, folder, dtype, with_tokenizer, progress))
 
 
 def cache_name(stem: str, digest: str, dtype: str, with_tokenizer: bool = True) -> str:

@@ -33,9 +33,7 @@ class _Keys:
         if value is None:
             raise self.refuse(f"its metadata lacks {self.prefix}{name}; convert the model to GGUF again")
         if type(value) is not int or value < 1:
-            raise self.refuse(
-                f"{self.prefix}{name} = {value} cannot be right; convert the model to GGUF again"
-            )
+            raise self.refuse(f"{self.prefix}{name} = {value} cannot be right; convert the model to GGUF again")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -43,9 +41,7 @@ class _Keys:
         found = self.optional(name)
         value = default if found is None else found
         if type(value) is not float:
-            raise self.refuse(
-                f"its metadata lacks a number {self.prefix}{name}; convert the model to GGUF again"
-            )
+            raise self.refuse(f"its metadata lacks a number {self.prefix}{name}; convert the model to GGUF again")
         return float(str(np.float32(value)))
 
     def optional(self, name: str) -> Any:
@@ -101,9 +97,7 @@ def _common(file: GGUFFile, keys: _Keys, dtype: str) -> dict[str, Any]:
     hidden = keys.integer("embedding_length")
     if "token_embd.weight" not in file.tensors:
         raise keys.refuse("tensor 'token_embd.weight' is missing; convert the model to GGUF again")
-    head_dim = keys.integer(
-        "attention.key_length", keys.integer("rope.dimension_count", max(1, hidden // heads))
-    )
+    head_dim = keys.integer("attention.key_length", keys.integer("rope.dimension_count", max(1, hidden // heads)))
     # Neither values of another size than the keys, nor heads of which only a part is rotated.
     keys.neutral("attention.value_length", head_dim)
     keys.neutral("rope.dimension_count", head_dim)
@@ -180,9 +174,7 @@ def _gemma3(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str,
         "attention_bias": False,
         "query_pre_attn_scalar": scale,
         "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": [
-            "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
-        ],
+        "layer_types": ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)],
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
         "attn_logit_softcapping": keys.optional("attn_logit_softcapping"),
         "final_logit_softcapping": keys.optional("final_logit_softcapping"),
@@ -228,9 +220,7 @@ def _llama3_scaling(file: GGUFFile, keys: _Keys, head_dim: int, original: object
         return None
     theta = keys.number("rope.freq_base", 10000.0)
     for context in (original, 8192):
-        if type(context) is int and np.allclose(
-            stored, _llama3_divisors(theta, head_dim, factor, context), 1e-4
-        ):
+        if type(context) is int and np.allclose(stored, _llama3_divisors(theta, head_dim, factor, context), 1e-4):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -251,9 +241,7 @@ def _llama3_divisors(theta: float, head_dim: int, factor: float, context: int) -
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
     """The content of `generation_config.json`: the ids that begin and end a text, as the file has them."""
-    ids = {
-        name: file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos", "eot", "padding")
-    }
+    ids = {name: file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos", "eot", "padding")}
     ends = [ids["eos"], ids["eot"]]
     # A base model has no turns: there the same words are ordinary, unused tokens.
     if file.get("tokenizer.chat_template", str):

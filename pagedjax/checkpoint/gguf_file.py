@@ -84,9 +84,7 @@ def read_gguf(path: Path) -> GGUFFile:
         raise UserError(f"{path} is truncated or damaged ({error}); download or copy it again") from error
     opened = GGUFFile(path, metadata, tensors)
     if (opened.get("split.count", int) or 1) > 1:
-        raise UserError(
-            f"{path} is one part of a split model; join them with `llama-gguf-split --merge` first"
-        )
+        raise UserError(f"{path} is one part of a split model; join them with `llama-gguf-split --merge` first")
     return opened
 
 

@@ -155,9 +155,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     """A BPE over pieces, with the merges that the vocabulary implies and bytes for what it does not have."""
     unknown = vocabulary.special("unknown")
-    model = BPE(
-        vocabulary.ids, _implied_merges(vocabulary), fuse_unk=True, byte_fallback=True, unk_token=unknown
-    )
+    model = BPE(vocabulary.ids, _implied_merges(vocabulary), fuse_unk=True, byte_fallback=True, unk_token=unknown)
     tokenizer = Tokenizer(model)
     decoding: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     written: list[Any] = [normalizers.Replace(" ", SPACE)]

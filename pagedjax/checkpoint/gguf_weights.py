@@ -75,9 +75,7 @@ def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTen
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         stem = match and (layer_names if match[1] else _OUTER).get(match[2])
         if match is None or stem is None:
-            raise UserError(
-                f"{file.path}: tensor {name!r} is not known in a {architecture} model and cannot be loaded"
-            )
+            raise UserError(f"{file.path}: tensor {name!r} is not known in a {architecture} model and cannot be loaded")
         layer = f"model.layers.{match[1]}." if match[1] else ""
         rotary_dim = config["head_dim"] if architecture == "llama" and match[2] in ("attn_q", "attn_k") else 0
         if rotary_dim and (rotary_dim % 2 or tensor.shape[0] % rotary_dim or tensor.nbytes % tensor.shape[0]):
@@ -114,9 +112,7 @@ def converted_chunks(
         os.close(descriptor)
 
 
-def _next(
-    waiting: deque[tuple[Future[Array], int]], file: GGUFFile, on_bytes: Callable[[int], None]
-) -> Array:
+def _next(waiting: deque[tuple[Future[Array], int]], file: GGUFFile, on_bytes: Callable[[int], None]) -> Array:
     future, count = waiting.popleft()
     try:
         values = future.result()

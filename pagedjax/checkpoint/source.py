@@ -57,16 +57,12 @@ def open_checkpoint(
             folder = demo_folder(dtype, with_tokenizer=own, progress=progress)
         else:
             folder = converted_gguf(gguf, dtype, with_tokenizer=own, progress=progress)
-        opened = open_folder(
-            folder, "demo" if gguf is None else gguf.stem, dummy=False, tokenizer_dir=tokenizer_dir
-        )
+        opened = open_folder(folder, "demo" if gguf is None else gguf.stem, dummy=False, tokenizer_dir=tokenizer_dir)
         if load_format == "dummy":
             return replace(opened, is_dummy=True, tensors=MappingProxyType({}))
         return opened
     if load_format == "gguf":
-        raise UserError(
-            f"{model} is not a GGUF file; leave out --load-format gguf or give the path of a .gguf file"
-        )
+        raise UserError(f"{model} is not a GGUF file; leave out --load-format gguf or give the path of a .gguf file")
     if path.is_dir():
         folder, name = path, path.resolve().name
     else:
@@ -110,9 +106,7 @@ def _from_hub(model: str, *, weights: bool) -> Path:
             f"{model} is gated; accept its terms on huggingface.co and log in with `hf auth login`"
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise UserError(
-            f"{model} is neither here nor on the Hugging Face hub; check the name or path"
-        ) from None
+        raise UserError(f"{model} is neither here nor on the Hugging Face hub; check the name or path") from None
     except LocalEntryNotFoundError:
         raise UserError(
             f"{model} is neither a folder here nor in the hub's cache, and the hub cannot be reached; "

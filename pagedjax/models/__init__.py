@@ -32,7 +32,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         UserError: the family or a field that changes its results is not supported; it is named.
     """
-    family = raw.get("model_type")
+    family = str(raw.get("model_type"))
     if family not in FAMILIES:
         raise UserError(f"config.json: model_type {family!r} is not supported; there are {', '.join(FAMILIES)}")
     return FAMILIES[family].parse(ConfigReader(raw))
@@ -43,4 +43,4 @@ def weight_specs(config: ModelConfig) -> list[WeightSpec]:
     return list(FAMILIES[config.family].weights(config))
 
 
-__all__ = ["Decoder", "Family", "FAMILIES", "WeightSpec", "parse_config", "weight_specs"]
+__all__ = ["FAMILIES", "Decoder", "Family", "WeightSpec", "parse_config", "weight_specs"]

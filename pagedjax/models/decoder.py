@@ -14,6 +14,7 @@ from pagedjax.attention import AttentionBatch, attention_backend
 from pagedjax.config import LayerConfig, ModelConfig, RopeConfig
 from pagedjax.kv_cache import KVCache, write_kv
 from pagedjax.linear import Linear, dot, param
+from pagedjax.models.norm import RMSNorm
 from pagedjax.models.rope import apply_rope, rope_angles
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -31,19 +32,6 @@ class TokenContext:
     rope: dict[RopeConfig, tuple[jax.Array, jax.Array]]
 
 
-class RMSNorm(nnx.Module):
-    """``x / rms(x) * (offset + scale)`` over the last axis, in float32."""
-
-    def __init__(self, size: int, config: ModelConfig, dtype: jnp.dtype):
-        self.scale = param((size,), (None,), dtype)
-        self.eps, self.offset = config.norm_eps, config.norm_offset
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., size]`` float32 to the same."""
-        rms = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return x * rms * (self.offset + self.scale[...].astype(jnp.float32))
-
-
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache, query, key and value in one product."""
 
@@ -53,10 +41,14 @@ class Attention(nnx.Module):
             config.hidden_size, heads * config.head_dim, (None, "heads"), bias=config.qkv_bias, dtype=dtype
         )
         self.out = Linear(
-            config.num_heads * config.head_dim, config.hidden_size, ("heads", None), bias=config.out_bias, dtype=dtype
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            ("heads", None),
+            bias=config.out_bias,
+            dtype=dtype,
         )
-        self.q_norm = RMSNorm(config.head_dim, config, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config, dtype) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset, dtype) if config.qk_norm else None
         self.config, self.layer, self.backend = config, layer, backend
 
     def __call__(
@@ -103,7 +95,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, backend: str, dtype: jnp.dtype):
         def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config, dtype)
+            return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(config, layer, backend, dtype)
@@ -131,14 +123,19 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention_backend: str = "xla"):
         self.embedding = param((config.vocab_size, config.hidden_size), ("vocab", None), dtype)
         self.layers = nnx.List([DecoderLayer(config, layer, attention_backend, dtype) for layer in config.layers])
-        self.final_norm = RMSNorm(config.hidden_size, config, dtype)
-        self.head = None if config.tied_embeddings else param(
-            (config.hidden_size, config.vocab_size), (None, "vocab"), dtype
+        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
+        self.head = (
+            None if config.tied_embeddings else param((config.hidden_size, config.vocab_size), (None, "vocab"), dtype)
         )
         self.config = config
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, slots: jax.Array, kv_cache: KVCache, batch: AttentionBatch
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        slots: jax.Array,
+        kv_cache: KVCache,
+        batch: AttentionBatch,
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states ``[T, H]`` after the last norm, and the cache with the step's tokens in it.
 
@@ -164,9 +161,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """``[N, V]`` float32 from hidden states ``[N, H]`` after the last norm."""
-        if self.head is None:
-            logits = dot(hidden, self.embedding[...], transposed=True)
-        else:
-            logits = dot(hidden, self.head[...])
+        weights = self.embedding if self.head is None else self.head
+        logits = dot(hidden, weights[...], transposed=self.head is None)
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

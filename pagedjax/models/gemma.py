@@ -12,7 +12,9 @@ def parse_gemma3(reader: ConfigReader) -> ModelConfig:
     """Gemma 3's shape from its config.json."""
     count = reader.integer("num_hidden_layers")
     pattern = reader.integer("sliding_window_pattern", reader.integer("_sliding_window_pattern", 6))
-    kinds = layer_types(reader, ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)])
+    kinds = layer_types(
+        reader, ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
+    )
     parameters = reader.get("rope_parameters", {})
     full = {"rope_theta": reader.number("rope_theta", 1_000_000.0), **reader.get("rope_scaling", {})}
     local = {"rope_theta": reader.number("rope_local_base_freq", 10_000.0)}

@@ -8,11 +8,40 @@ from pagedjax.config import LayerConfig, ModelConfig, RopeConfig, UserError
 
 # These say how a model was made, trained or stored; its results do not depend on them.
 _HARMLESS = frozenset(
-    """_name_or_path architectures attention_dropout auto_map cache_implementation chunk_size_feed_forward dtype
-    hidden_dropout id2label initializer_range is_decoder label2id model_type name_or_path output_attentions
-    output_hidden_states pad_token_id problem_type return_dict torch_dtype transformers_version unsloth_fixed
-    unsloth_version use_cache _attn_implementation _sliding_window_pattern sep_token_id torchscript
-    quantization_config_name embd_pdrop resid_pdrop output_router_logits""".split()
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "_sliding_window_pattern",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "label2id",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+        "quantization_config_name",
+        "resid_pdrop",
+        "return_dict",
+        "sep_token_id",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
 )
 
 # Each of these changes the result. Where a family does not read one itself, only these values mean "off".
@@ -196,7 +225,11 @@ def rope_config(reader: ConfigReader, fields: Mapping[str, Any]) -> RopeConfig:
 
 
 def read_decoder(
-    reader: ConfigReader, family: str, layers: tuple[LayerConfig, ...], head_dim: int | None = None, **own: Any
+    reader: ConfigReader,
+    family: str,
+    layers: tuple[LayerConfig, ...],
+    head_dim: int | None = None,
+    **own: Any,
 ) -> ModelConfig:
     """The fields that every family's config.json shares, and the family's ``own``.
 

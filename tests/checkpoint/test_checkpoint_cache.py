@@ -36,9 +36,7 @@ def filler(log: Path, gate: Path) -> subprocess.Popen[str]:
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root}
     command = [sys.executable, "-c", GATED_FILL, str(log), str(gate)]
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def wait_for(path: Path) -> None:
@@ -144,9 +142,7 @@ def test_a_bar_on_standard_error_shows_the_conversion(
     assert "converting shown.gguf: 100%" in err
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PAGEDJAX_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="PAGEDJAX_CACHE"):

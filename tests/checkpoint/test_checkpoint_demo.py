@@ -33,9 +33,7 @@ def fake_package(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Any:
     return package
 
 
-def test_the_terms_are_shown_and_the_file_assembled_once(
-    fake_package: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terms_are_shown_and_the_file_assembled_once(fake_package: Any, capfd: pytest.CaptureFixture[str]) -> None:
     first = open_checkpoint("demo")
     assert first.name == "demo"
     assert "https://ai.google.dev/gemma/terms" in capfd.readouterr().err

@@ -48,9 +48,7 @@ def test_a_golden_model_survives_the_way_through_gguf(
     metadata = metadata_of(config, architecture)
     if architecture == "gemma3":
         metadata["gemma3.attention.sliding_window_pattern"] = 3
-    path = write_gguf(
-        tmp_path / "model.gguf", architecture, metadata, tensors_of(config, tensors, architecture)
-    )
+    path = write_gguf(tmp_path / "model.gguf", architecture, metadata, tensors_of(config, tensors, architecture))
 
     opened = open_checkpoint(str(path), dtype="float32", progress=silent)
 
@@ -79,9 +77,7 @@ def test_a_golden_model_survives_the_way_through_gguf(
     expected |= {"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}
     if config.get("use_sliding_window") is False:
         # Null, and full attention everywhere: what their absence means too.
-        expected = {
-            key: value for key, value in expected.items() if key not in ("sliding_window", "layer_types")
-        }
+        expected = {key: value for key, value in expected.items() if key not in ("sliding_window", "layer_types")}
     assert {key: opened.config.get(key, "absent") for key in expected} == expected
 
 
@@ -94,9 +90,7 @@ def test_a_golden_model_survives_the_way_through_gguf(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_quantisation_is_undone(
-    kind: GGMLQuantizationType, dtype: str, tmp_path: Path, cache: Path
-) -> None:
+def test_every_quantisation_is_undone(kind: GGMLQuantizationType, dtype: str, tmp_path: Path, cache: Path) -> None:
     heads, kv_heads, hidden = 4, 2, 256
     draw = np.random.default_rng(3).standard_normal
     shapes = {
@@ -123,9 +117,7 @@ def test_every_quantisation_is_undone(
     )
     stored = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
     layer = "model.layers.0."
-    np.testing.assert_array_equal(
-        opened.read("model.embed_tokens.weight"), values["token_embd.weight"].astype(stored)
-    )
+    np.testing.assert_array_equal(opened.read("model.embed_tokens.weight"), values["token_embd.weight"].astype(stored))
     np.testing.assert_array_equal(
         opened.read(layer + "mlp.down_proj.weight"), values["blk.0.ffn_down.weight"].astype(stored)
     )
@@ -133,9 +125,7 @@ def test_every_quantisation_is_undone(
     for short, count in (("q", heads), ("k", kv_heads)):
         rows = opened.read(f"{layer}self_attn.{short}_proj.weight")
         assert rows.dtype == stored
-        np.testing.assert_array_equal(
-            interleaved(rows, count), values[f"blk.0.attn_{short}.weight"].astype(stored)
-        )
+        np.testing.assert_array_equal(interleaved(rows, count), values[f"blk.0.attn_{short}.weight"].astype(stored))
 
 
 def test_biases_of_rotated_projections_are_put_in_order_too(tmp_path: Path, cache: Path) -> None:
@@ -155,9 +145,7 @@ def test_an_output_projection_unties_the_embedding(tmp_path: Path, cache: Path) 
     assert "lm_head.weight" in opened.names()
 
 
-def test_progress_reaches_the_whole_and_the_converted_model_opens_as_dummy_too(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_progress_reaches_the_whole_and_the_converted_model_opens_as_dummy_too(tmp_path: Path, cache: Path) -> None:
     path = tiny_llama(tmp_path / "m.gguf")
     seen: list[tuple[int, int]] = []
     opened = open_checkpoint(str(path), progress=lambda done, total: seen.append((done, total)))
@@ -201,9 +189,7 @@ def test_llama3_scaling_is_found_in_the_frequency_divisors(factor: float, tmp_pa
         ),
     ],
 )
-def test_rope_scaling_of_the_metadata(
-    keys: dict[str, Any], scaling: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_rope_scaling_of_the_metadata(keys: dict[str, Any], scaling: dict[str, Any] | None, tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "m.gguf", {f"llama.{key}": value for key, value in keys.items()})
     assert model_config(read_gguf(path), "float32")["rope_scaling"] == scaling
 
@@ -239,12 +225,8 @@ def test_what_would_change_the_result_is_refused_by_name(
     assert all(left.suffix == ".lock" for left in cache.glob("gguf/*"))
 
 
-def test_unknown_architectures_tensors_and_frequency_divisors_are_refused_by_name(
-    tmp_path: Path, cache: Path
-) -> None:
-    falcon = write_gguf(
-        tmp_path / "f.gguf", "falcon", {}, {"token_embd.weight": np.ones((2, 32), np.float32)}
-    )
+def test_unknown_architectures_tensors_and_frequency_divisors_are_refused_by_name(tmp_path: Path, cache: Path) -> None:
+    falcon = write_gguf(tmp_path / "f.gguf", "falcon", {}, {"token_embd.weight": np.ones((2, 32), np.float32)})
     with pytest.raises(UserError, match="'falcon'"):
         open_checkpoint(str(falcon), progress=silent)
     odd = tiny_llama(tmp_path / "o.gguf", tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})

@@ -209,9 +209,7 @@ def test_a_file_that_shrinks_or_goes_after_opening_is_an_error_of_the_user(tmp_p
     folder = model_folder(tmp_path / "m", TENSORS)
     opened = open_checkpoint(str(folder))
     file = folder / "model.safetensors"
-    last = max(
-        opened.names(), key=lambda name: opened.tensors[name].start if opened.tensors[name].nbytes else 0
-    )
+    last = max(opened.names(), key=lambda name: opened.tensors[name].start if opened.tensors[name].nbytes else 0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match="ended while it was being read"):
         opened.read(last)
@@ -237,9 +235,7 @@ def test_what_is_written_is_what_the_reference_library_reads(tmp_path: Path) -> 
         write_tensors(file, layout, pieces[1:])
 
 
-def test_a_hub_id_downloads_only_what_is_safe_to_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_downloads_only_what_is_safe_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(tmp_path / "m", TENSORS)
     asked: dict[str, dict[str, list[str]]] = {}
 
@@ -250,9 +246,7 @@ def test_a_hub_id_downloads_only_what_is_safe_to_read(
     monkeypatch.setattr(source, "snapshot_download", download)
     assert open_checkpoint("owner/name").name == "owner/name"
     assert "*.safetensors" in asked["owner/name"]["allow_patterns"]
-    assert not [
-        p for p in asked["owner/name"]["allow_patterns"] if p.endswith(("py", "bin", "pt", "pth", "*"))
-    ]
+    assert not [p for p in asked["owner/name"]["allow_patterns"] if p.endswith(("py", "bin", "pt", "pth", "*"))]
     assert open_checkpoint("owner/dummy", "dummy").is_dummy
     assert "*.safetensors" not in asked["owner/dummy"]["allow_patterns"]
 
@@ -266,9 +260,7 @@ def test_a_hub_id_downloads_only_what_is_safe_to_read(
         (TimeoutError(), "cannot download owner/name: TimeoutError"),
     ],
 )
-def test_a_hub_that_does_not_answer_is_one_line(
-    error: Exception, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_answer_is_one_line(error: Exception, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(model: str, **patterns: list[str]) -> str:
         raise error
 

@@ -207,9 +207,7 @@ def test_qwen2_composes_characters_first(byte_level: Tokenizer, tmp_path: Path) 
         ({"model": "gpt2", "merges": ["zz yy"]}, "merges do not fit"),
     ],
 )
-def test_a_vocabulary_that_makes_no_sense_is_refused(
-    extra: dict[str, Any], match: str, tmp_path: Path
-) -> None:
+def test_a_vocabulary_that_makes_no_sense_is_refused(extra: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=match) as caught:
         tokenizer_of(sentencepiece_metadata(**extra), tmp_path)
     assert "m.gguf" in str(caught.value)

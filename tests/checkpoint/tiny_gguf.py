@@ -89,9 +89,7 @@ def encoded(values: np.ndarray, kind: GGMLQuantizationType, seed: int = 0) -> tu
 
 def golden_model(folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(config.json, tensors) of one of the golden models."""
-    return json.loads((GOLDEN / folder / "config.json").read_text()), load_file(
-        GOLDEN / folder / "model.safetensors"
-    )
+    return json.loads((GOLDEN / folder / "config.json").read_text()), load_file(GOLDEN / folder / "model.safetensors")
 
 
 def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -78,11 +78,7 @@ def hidden(node: ast.AST) -> str | None:
             return "unpickling runs code that a file brings"
         case ast.ImportFrom(module="pickle" | "dill" | "shelve"):
             return "unpickling runs code that a file brings"
-        case (
-            ast.Name(id="TYPE_CHECKING")
-            | ast.Attribute(attr="TYPE_CHECKING")
-            | ast.alias(name="TYPE_CHECKING")
-        ):
+        case ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING") | ast.alias(name="TYPE_CHECKING"):
             return "an import for the type checker alone hides a cycle"
         case ast.Call(func=ast.Name(id="eval" | "exec")):
             return "code made from text"

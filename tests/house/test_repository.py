@@ -15,9 +15,7 @@ FORBIDDEN = {
     + "|".join(["wo" + "rk", "ro" + "ot", "ho" + "me"])
     + r")/",
     "a folder outside the repository": r"(?:\.\./|\b)sha" + r"red/",
-    "the host of a package registry": "|".join(
-        ["py" + r"pi\.org", "python" + "hosted", r"npm" + r"js\.(?:org|com)"]
-    ),
+    "the host of a package registry": "|".join(["py" + r"pi\.org", "python" + "hosted", r"npm" + r"js\.(?:org|com)"]),
     "an address with a password": r"https?://[^\s/:@]+:[^\s/:@]+" + "@",
 }
 PROSE_AND_CODE = {".py", ".md", ".toml", ".lock", ".sh", ".html", ".js", ".css", ".json", ".yml", ".txt", ""}

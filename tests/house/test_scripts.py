@@ -37,9 +37,7 @@ def program(path: Path, script: str) -> None:
 def bash(house: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run bash from another folder than the house, with its PATH and pyenv."""
     environment = {"PATH": str(house / "bin"), "PYENV_ROOT": str(house / "pyenv"), "HOME": str(house)}
-    return subprocess.run(
-        ["bash", *arguments], cwd="/", env=environment, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run(["bash", *arguments], cwd="/", env=environment, capture_output=True, text=True, timeout=60)
 
 
 def find_python(house: Path) -> subprocess.CompletedProcess[str]:
@@ -50,9 +48,7 @@ def find_python(house: Path) -> subprocess.CompletedProcess[str]:
 def prepare(house: Path) -> None:
     """Leave a .venv that fits the lock, whose `pagedjax` prints its arguments."""
     program(house / ".venv/bin/pagedjax", 'echo "$@"')
-    command = (
-        f"source {house}/scripts/venv.sh; fingerprint requirements.lock >$venv/installed-requirements.lock"
-    )
+    command = f"source {house}/scripts/venv.sh; fingerprint requirements.lock >$venv/installed-requirements.lock"
     assert bash(house, "-c", command).returncode == 0
 
 

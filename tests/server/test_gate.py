@@ -77,12 +77,8 @@ async def test_logs_hold_no_text(served_with: Any, caplog: pytest.LogCaptureFixt
     served = await served_with(log_requests=True)
     headers = {"X-Request-Id": "mine"}
     await served.post("/v1/completions", BODY | {"temperature": 0.5}, headers=headers)
-    await served.post(
-        "/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}]}
-    )
-    await served.post(
-        "/v1/completions", BODY | {"prompt": "bug: a secret"}, headers={"X-Request-Id": "faulty"}
-    )
+    await served.post("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}]})
+    await served.post("/v1/completions", BODY | {"prompt": "bug: a secret"}, headers={"X-Request-Id": "faulty"})
     assert "secret" not in "".join(record.getMessage() for record in caplog.records)
     records: list[Any] = caplog.records  # with the fields that the server adds
     done = [r for r in records if getattr(r, "status", None) == 200]
@@ -99,9 +95,7 @@ async def test_logs_hold_no_text(served_with: Any, caplog: pytest.LogCaptureFixt
 
 
 async def test_own_faults_say_nothing_but_their_id(served: Any) -> None:
-    status, body = await served.post(
-        "/v1/completions", BODY | {"prompt": "bug"}, headers={"X-Request-Id": "faulty"}
-    )
+    status, body = await served.post("/v1/completions", BODY | {"prompt": "bug"}, headers={"X-Request-Id": "faulty"})
     assert status == 500
     assert body["error"]["type"] == "server_error"
     assert "faulty" in body["error"]["message"]
@@ -111,9 +105,7 @@ async def test_own_faults_say_nothing_but_their_id(served: Any) -> None:
 
 async def test_a_full_queue(served: Any, llm: FakeLLM) -> None:
     llm.max_queue = 1
-    async with served.session.post(
-        served.url + "/v1/completions", json=BODY | {"prompt": ["a", "b"]}
-    ) as answer:
+    async with served.session.post(served.url + "/v1/completions", json=BODY | {"prompt": ["a", "b"]}) as answer:
         assert answer.status == 429
         assert int(answer.headers["Retry-After"]) > 0
         assert (await answer.json())["error"]["code"] == "queue_full"

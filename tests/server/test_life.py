@@ -264,9 +264,7 @@ def test_tls_and_json_logs(started: Any, tmp_path: Path) -> None:
     ]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)
-    process, lines = started(
-        ssl_certfile=str(cert), ssl_keyfile=str(key), log_format="json", host="127.0.0.1"
-    )
+    process, lines = started(ssl_certfile=str(cert), ssl_keyfile=str(key), log_format="json", host="127.0.0.1")
     url = lines[-1].strip().removeprefix("pagedjax: ready on ")
     assert url.startswith("https://")
     context = ssl.create_default_context(cafile=str(cert))

@@ -75,8 +75,7 @@ def test_prometheus_reads_it(metrics: Metrics) -> None:
     assert samples["vllm:num_preemptions_total", ("mode", "recompute"), name] == 1
     assert samples["vllm:cache_config_info", ("block_size", "16"), name, ("num_blocks", "12")] == 1
     buckets = {
-        le: samples["vllm:inter_token_latency_seconds_bucket", ("le", le), name]
-        for le in ("0.01", "0.025", "+Inf")
+        le: samples["vllm:inter_token_latency_seconds_bucket", ("le", le), name] for le in ("0.01", "0.025", "+Inf")
     }
     assert buckets == {"0.01": 0, "0.025": 1, "+Inf": 2}
     assert samples["vllm:request_prompt_tokens_bucket", ("le", "20.0"), name] == 2

@@ -98,9 +98,7 @@ async def test_scoring(served: Any) -> None:
 
 
 async def test_prompt_logprobs(served: Any) -> None:
-    _, answer = await served.post(
-        "/v1/completions", {"model": "tiny", "prompt": [7, 8], "prompt_logprobs": 1}
-    )
+    _, answer = await served.post("/v1/completions", {"model": "tiny", "prompt": [7, 8], "prompt_logprobs": 1})
     first, second = answer["choices"][0]["prompt_logprobs"]
     assert first is None
     assert second["8"].keys() == {"logprob", "rank", "decoded_token"}
@@ -177,8 +175,7 @@ async def test_tokens(served: Any) -> None:
     assert await chat(chat_template_kwargs={"shout": 1}) == "<s><user>Hi\n!<assistant>"
     assert await chat(add_special_tokens=True) == "<s><s><user>Hi\n<assistant>"
     assert (
-        await chat(messages=[{"role": "developer", "content": "Be"}, *HELLO])
-        == "<s><system>Be\n<user>Hi\n<assistant>"
+        await chat(messages=[{"role": "developer", "content": "Be"}, *HELLO]) == "<s><system>Be\n<user>Hi\n<assistant>"
     )
 
 

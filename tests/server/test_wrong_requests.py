@@ -331,9 +331,7 @@ async def test_without_a_template_or_a_tokenizer(served_with: Any) -> None:
         status, body = await served.post(path, VALID[path])
         assert status == 400
         check_error(body, param)
-    status, body = await served.post(
-        COMPLETIONS, {"model": "tiny", "prompt": [1, 2], "max_tokens": 2, "logprobs": 1}
-    )
+    status, body = await served.post(COMPLETIONS, {"model": "tiny", "prompt": [1, 2], "max_tokens": 2, "logprobs": 1})
     assert status == 200
     assert body["choices"][0]["text"] == ""
     assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:0", "token_id:1"]
