@@ -52,7 +52,7 @@ class AttentionBatch:
 
 
 # Traced once for all layers of a kind: tracing it for each would take most of a warm start.
-@partial(jax.jit, static_argnames=("scale", "window", "softcap"))
+@partial(jax.jit, static_argnames=("scale", "softcap"))
 def paged_attention_xla(
     q: jax.Array,
     k_layer: jax.Array,
@@ -60,7 +60,7 @@ def paged_attention_xla(
     batch: AttentionBatch,
     *,
     scale: float,
-    window: int | None = None,
+    window: jax.Array | int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
     """Causal attention of each query over its sequence's cached context, grouped heads, softmax in float32.
@@ -131,7 +131,7 @@ def _attend(
     block_tables: jax.Array,
     positions: jax.Array,
     scale: float,
-    window: int | None,
+    window: jax.Array | int | None,
     softcap: float | None,
 ) -> jax.Array:
     """N sequences' queries over their contexts, by online softmax in chunks of the context (FlashAttention).

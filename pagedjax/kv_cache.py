@@ -1,5 +1,6 @@
 """The paged KV cache on the device: allocation, and writing a step's tokens into their slots."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -18,8 +19,9 @@ class KVCache:
     """Every layer's keys and values, and the token that stands in each slot. Donated to each step.
 
     Attributes:
-        k: per layer ``[num_blocks, kv_heads, block_size, head_dim]``, one head's block contiguous.
-        v: per layer, as ``k``.
+        k: stacks of layers, ``[layers, num_blocks, kv_heads, block_size, head_dim]`` each, one head's block contiguous;
+            a single stack unless it would pass 2^31 elements.
+        v: as ``k``.
         token_ids: ``[num_blocks, block_size]`` int32. Penalties read a sequence's history here through its block
             table, so it follows blocks wherever they go and needs no copy of its own.
     """
@@ -53,13 +55,15 @@ def init_kv_cache(
         UserError: one layer's array would pass 2^31 elements.
     """
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-    elements = num_blocks * config.num_kv_heads * block_size * config.head_dim
+    elements = math.prod(shape)
     if elements > MAX_ARRAY_ELEMENTS:
         most = MAX_ARRAY_ELEMENTS // (elements // num_blocks)
         raise UserError(f"{num_blocks} blocks pass 2^31 elements in one layer's cache: use --num-kv-blocks {most}")
+    most_layers = MAX_ARRAY_ELEMENTS // elements
+    stacks = [min(most_layers, config.num_layers - first) for first in range(0, config.num_layers, most_layers)]
     return KVCache(
-        k=tuple(jnp.zeros(shape, dtype) for _ in config.layers),
-        v=tuple(jnp.zeros(shape, dtype) for _ in config.layers),
+        k=tuple(jnp.zeros((layers, *shape), dtype) for layers in stacks),
+        v=tuple(jnp.zeros((layers, *shape), dtype) for layers in stacks),
         token_ids=jnp.zeros((num_blocks, block_size), jnp.int32),
     )
 
@@ -67,7 +71,7 @@ def init_kv_cache(
 def write_kv(
     k_layer: jax.Array, v_layer: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer's cache with the step's keys and values in their slots.
+    """The cache of a layer, or of a stack of layers, with the step's keys and values in their slots.
 
     Values that are not finite are clamped: a block outlives its sequence, and a masked slot still meets a weight of
     zero in attention, where zero times NaN would reach a stranger's result.

@@ -88,7 +88,7 @@ class StepInput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens, in the order of ``StepInput.prompt_rows``.
+    """Log-probabilities of prompt tokens, in the order of ``TokenInput.prompt_rows``.
 
     Attributes:
         logprobs, ranks: ``[T]`` float32, int32.

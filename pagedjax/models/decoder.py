@@ -1,141 +1,82 @@
 """The decoder that every family is an instance of: embedding, attention and MLP blocks, norms, head.
 
-Shapes: T packed tokens, H hidden, F MLP width, V vocabulary. Activations between layers are float32; products run in
-the weights' dtype and accumulate in float32.
+Shapes: T packed tokens, H hidden, V vocabulary. Activations between layers are float32; products run in the weights'
+dtype and accumulate in float32.
 """
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from pagedjax.attention import AttentionBatch, attention_backend
-from pagedjax.config import LayerConfig, ModelConfig, RopeConfig
+from pagedjax.config import ModelConfig
 from pagedjax.kv_cache import KVCache, write_kv
 from pagedjax.linear import Linear, dot, param
 from pagedjax.models.norm import RMSNorm
 from pagedjax.models.rope import apply_rope, rope_angles
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+_EVERYTHING = 2**30  # a window that nothing falls out of
 
-
-@dataclass(frozen=True)
-class TokenContext:
-    """What a step's tokens share in every layer.
-
-    ``slots [T]`` int32 are their places in the cache; ``rope`` holds cosine and sine per kind of rotary.
-    """
-
-    slots: jax.Array
-    batch: AttentionBatch
-    rope: dict[RopeConfig, tuple[jax.Array, jax.Array]]
+Carry = tuple[jax.Array, jax.Array, jax.Array]  # hidden states [T, H], and the stacks of keys and values
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over the paged cache, query, key and value in one product."""
+    """Parameters of grouped-query attention: query, key and value in one product, the way out, norms of heads."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, backend: str, dtype: jnp.dtype):
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = Linear(
-            config.hidden_size, heads * config.head_dim, (None, "heads"), bias=config.qkv_bias, dtype=dtype
-        )
-        self.out = Linear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            ("heads", None),
-            bias=config.out_bias,
-            dtype=dtype,
-        )
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        width, hidden = config.num_heads * config.head_dim, config.hidden_size
+        both = width + 2 * config.num_kv_heads * config.head_dim
+        self.qkv = Linear(hidden, both, (None, "heads"), bias=config.qkv_bias, dtype=dtype)
+        self.out = Linear(width, hidden, ("heads", None), bias=config.out_bias, dtype=dtype)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset, dtype) if config.qk_norm else None
-        self.config, self.layer, self.backend = config, layer, backend
-
-    def __call__(
-        self, x: jax.Array, k_layer: jax.Array, v_layer: jax.Array, context: TokenContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """``x [T, H]`` to attention's output ``[T, H]``, and the layer's cache with this step's tokens in it."""
-        config = self.config
-        heads = self.qkv(x).reshape(x.shape[0], -1, config.head_dim)
-        q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = context.rope[self.layer.rope]
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        k_layer, v_layer = write_kv(k_layer, v_layer, k, v, context.slots)
-        attended = attention_backend(self.backend)(
-            q,
-            k_layer,
-            v_layer,
-            context.batch,
-            scale=config.attention_scale,
-            window=self.layer.window,
-            softcap=config.attention_softcap,
-        )
-        return self.out(attended.reshape(x.shape[0], -1)), k_layer, v_layer
 
 
 class MLP(nnx.Module):
-    """Gated MLP, gate and up in one product."""
+    """Parameters of a gated MLP: gate and up in one product, and down."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        size = config.intermediate_size
-        self.gate_up = Linear(config.hidden_size, 2 * size, (None, "mlp"), bias=config.mlp_bias, dtype=dtype)
-        self.down = Linear(size, config.hidden_size, ("mlp", None), bias=config.mlp_bias, dtype=dtype)
-        self.activation = config.activation
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[T, H]`` to ``[T, H]``."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(_ACTIVATIONS[self.activation](gate) * up)
+        size, hidden = config.intermediate_size, config.hidden_size
+        self.gate_up = Linear(hidden, 2 * size, (None, "mlp"), bias=config.mlp_bias, dtype=dtype)
+        self.down = Linear(size, hidden, ("mlp", None), bias=config.mlp_bias, dtype=dtype)
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each added to what comes in; Gemma also norms what they give back."""
+    """Parameters of a layer. Gemma also norms what attention and MLP give back."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, backend: str, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(config, layer, backend, dtype)
-        self.mlp = MLP(config, dtype)
+        self.attention, self.mlp = Attention(config, dtype), MLP(config, dtype)
         self.attention_out_norm = norm() if config.sandwich_norms else None
         self.mlp_out_norm = norm() if config.sandwich_norms else None
-
-    def __call__(
-        self, x: jax.Array, k_layer: jax.Array, v_layer: jax.Array, context: TokenContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """``x [T, H]`` through the layer, and the layer's cache with this step's tokens in it."""
-        attended, k_layer, v_layer = self.attention(self.attention_norm(x), k_layer, v_layer, context)
-        x = x + (attended if self.attention_out_norm is None else self.attention_out_norm(attended))
-        widened = self.mlp(self.mlp_norm(x))
-        x = x + (widened if self.mlp_out_norm is None else self.mlp_out_norm(widened))
-        return x, k_layer, v_layer
 
 
 class Decoder(nnx.Module):
     """A decoder-only language model over the paged cache.
 
-    Parameters are made as zeros of the right shape: weights come from a checkpoint, or from ``weights.random_params``.
+    Parameters are made as zeros of the right shape: weights come from a checkpoint, or are drawn at random.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention_backend: str = "xla"):
         self.embedding = param((config.vocab_size, config.hidden_size), ("vocab", None), dtype)
-        self.layers = nnx.List([DecoderLayer(config, layer, attention_backend, dtype) for layer in config.layers])
+        self.layers = nnx.List([DecoderLayer(config, dtype) for _ in config.layers])
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
-        self.head = (
-            None if config.tied_embeddings else param((config.hidden_size, config.vocab_size), (None, "vocab"), dtype)
-        )
-        self.config = config
+        head = (config.hidden_size, config.vocab_size)
+        self.head = None if config.tied_embeddings else param(head, (None, "vocab"), dtype)
+        self.config, self.attention_backend = config, attention_backend
 
     def __call__(
-        self,
-        token_ids: jax.Array,
-        positions: jax.Array,
-        slots: jax.Array,
-        kv_cache: KVCache,
-        batch: AttentionBatch,
+        self, token_ids: jax.Array, positions: jax.Array, slots: jax.Array, kv_cache: KVCache, batch: AttentionBatch
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states ``[T, H]`` after the last norm, and the cache with the step's tokens in it.
 
@@ -144,17 +85,16 @@ class Decoder(nnx.Module):
             kv_cache: the cache; donate it.
             batch: which tokens belong to which sequence.
         """
-        config = self.config
-        x = self.embedding[...][token_ids].astype(jnp.float32) * config.embedding_scale
-        # No set: its order would change the compiled program, and its key in the compilation cache, from run to run.
-        kinds = dict.fromkeys(layer.rope for layer in config.layers)
-        rope = {kind: rope_angles(kind, config.head_dim, positions) for kind in kinds}
-        context = TokenContext(slots, batch, rope)
-        keys, values = [], []
-        for layer, k_layer, v_layer in zip(self.layers, kv_cache.k, kv_cache.v, strict=True):
-            x, k_layer, v_layer = layer(x, k_layer, v_layer, context)
-            keys.append(k_layer)
-            values.append(v_layer)
+        x = self.embedding[...][token_ids].astype(jnp.float32) * self.config.embedding_scale
+        run = self._layer_function(positions, slots, kv_cache, batch)
+        keys, values, first = [], [], 0
+        for k, v in zip(kv_cache.k, kv_cache.v, strict=True):
+            # A loop instead of a copy of the layer's program for each layer: compiling takes a fifth, and so does
+            # the memory of what is compiled (ADR 7).
+            x, k, v = lax.fori_loop(0, k.shape[0], lambda i, carry, first=first: run(first + i, i, carry), (x, k, v))
+            keys.append(k)
+            values.append(v)
+            first += k.shape[0]
         block, offset = slots // kv_cache.block_size, slots % kv_cache.block_size
         stored = kv_cache.token_ids.at[block, offset].set(token_ids, mode="drop")
         return self.final_norm(x), KVCache(tuple(keys), tuple(values), stored)
@@ -165,3 +105,90 @@ class Decoder(nnx.Module):
         logits = dot(hidden, weights[...], transposed=self.head is None)
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _layer_function(
+        self, positions: jax.Array, slots: jax.Array, kv_cache: KVCache, batch: AttentionBatch
+    ) -> Callable[[jax.Array, jax.Array, Carry], Carry]:
+        """The function of one layer: its number, its place in its stack of the cache, and what it works on."""
+        config, layers = self.config, list(self.layers)
+        select = _Selection(layers)
+        # No set: its order would change the compiled program, and its key in the compilation cache, from run to run.
+        kinds = list(dict.fromkeys(layer.rope for layer in config.layers))
+        angles = [rope_angles(kind, config.head_dim, positions) for kind in kinds]
+        cosines, sines = (jnp.stack(part) for part in zip(*angles, strict=True))
+        kind_of = jnp.asarray([kinds.index(layer.rope) for layer in config.layers])
+        window_of = jnp.asarray([layer.window or _EVERYTHING for layer in config.layers], jnp.int32)
+        windowed = any(layer.window for layer in config.layers)
+        activation = _ACTIVATIONS[config.activation]
+        placed = _Placement(slots, batch, kv_cache.num_blocks, kv_cache.block_size)
+
+        def attend(number: jax.Array, place: jax.Array, x: jax.Array, k_stack: jax.Array, v_stack: jax.Array) -> Carry:
+            heads = select(number, lambda m: m.attention.qkv, x).reshape(x.shape[0], -1, config.head_dim)
+            q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
+            if config.qk_norm:
+                q = select(number, lambda m: m.attention.q_norm, q)
+                k = select(number, lambda m: m.attention.k_norm, k)
+            cos, sin = cosines[kind_of[number]], sines[kind_of[number]]
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            flat_k, flat_v = (stack.reshape(-1, *stack.shape[2:]) for stack in (k_stack, v_stack))
+            flat_k, flat_v = write_kv(flat_k, flat_v, k, v, placed.slots(place, flat_k.shape[0]))
+            attended = attention_backend(self.attention_backend)(
+                q, flat_k, flat_v, placed.batch(place), scale=config.attention_scale,
+                window=window_of[number] if windowed else None, softcap=config.attention_softcap,
+            )  # fmt: skip
+            out = select(number, lambda m: m.attention.out, attended.reshape(x.shape[0], -1))
+            return out, flat_k.reshape(k_stack.shape), flat_v.reshape(v_stack.shape)
+
+        def layer(number: jax.Array, place: jax.Array, carry: Carry) -> Carry:
+            x, k, v = carry
+            out, k, v = attend(number, place, select(number, lambda m: m.attention_norm, x), k, v)
+            if config.sandwich_norms:
+                out = select(number, lambda m: m.attention_out_norm, out)
+            x = x + out
+            gate, up = jnp.split(
+                select(number, lambda m: m.mlp.gate_up, select(number, lambda m: m.mlp_norm, x)), 2, axis=-1
+            )
+            out = select(number, lambda m: m.mlp.down, activation(gate) * up)
+            if config.sandwich_norms:
+                out = select(number, lambda m: m.mlp_out_norm, out)
+            return x + out, k, v
+
+        return layer
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Applies the module of a layer whose number is known on the device only.
+
+    A product is chosen among all layers' products, so that no weight is ever copied; a norm's scale is looked up.
+    """
+
+    layers: list[DecoderLayer]
+
+    def __call__(self, number: jax.Array, part: Callable[[DecoderLayer], Any], x: jax.Array) -> jax.Array:
+        parts = [part(layer) for layer in self.layers]
+        first = parts[0]
+        if isinstance(first, RMSNorm):
+            scales = jnp.stack([norm.scale[...] for norm in parts])
+            return first.apply(x, scales[number])
+        return lax.switch(number, parts, x)
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """A layer's place in its stack: its blocks are numbered on from those of the layers before it."""
+
+    layer_slots: jax.Array
+    layer_batch: AttentionBatch
+    num_blocks: int
+    block_size: int
+
+    def slots(self, place: jax.Array, stack_blocks: int) -> jax.Array:
+        """``[T]`` the slots in the stack; padding stays past its end."""
+        moved = self.layer_slots + place * (self.num_blocks * self.block_size)
+        return jnp.where(self.layer_slots < self.num_blocks * self.block_size, moved, stack_blocks * self.block_size)
+
+    def batch(self, place: jax.Array) -> AttentionBatch:
+        """The batch with its block tables moved to the layer's blocks."""
+        tables = self.layer_batch.block_tables + place * self.num_blocks
+        return dataclasses.replace(self.layer_batch, block_tables=tables)

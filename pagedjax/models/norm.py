@@ -18,5 +18,9 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., size]`` float32 to the same."""
+        return self.apply(x, self.scale[...])
+
+    def apply(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """The norm with another ``scale [size]``."""
         rms = lax.rsqrt(sum_in_order(x * x) / x.shape[-1] + self.eps)
-        return x * rms * (self.offset + self.scale[...].astype(jnp.float32))
+        return x * rms * (self.offset + scale.astype(jnp.float32))
