@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -39,9 +40,12 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     use_compilation_cache()
     dtype = resolve_dtype(config.dtype)
     checkpoint = open_checkpoint(config.model, config.load_format, dtype=dtype, tokenizer=config.tokenizer)
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir, chat_template) if checkpoint.tokenizer_dir else None
     backend = "xla" if config.attention_backend == "auto" else config.attention_backend
-    graphdef, params, model = build_model(checkpoint, dtype, attention_backend=backend, seed=config.seed)
+    with ThreadPoolExecutor(1) as pool:  # a large vocabulary takes a second, in code that lets Python go on
+        folder = checkpoint.tokenizer_dir
+        loading = pool.submit(Tokenizer.load, folder, chat_template) if folder else None
+        graphdef, params, model = build_model(checkpoint, dtype, attention_backend=backend, seed=config.seed)
+        tokenizer = loading.result() if loading else None
     if model.unread:
         say(f"config.json has fields that nothing here reads: {', '.join(model.unread)}")
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -51,7 +51,7 @@ class StepRunner:
         self.last_tokens = jnp.zeros(shapes.num_lanes, jnp.int32)  # each lane's, of the last step dispatched
 
     def warm_up(self, on_compiled: OnCompiled | None = None) -> CompiledMemory:
-        """Compile every shape, the largest first, then make the cache and run each once on nothing.
+        """Compile every shape, the largest first, then make the cache and run a step on nothing.
 
         Args:
             on_compiled: told the shape and its seconds each time one is ready.
@@ -63,22 +63,25 @@ class StepRunner:
         steps += [
             packer.pack([], 0, self.last_tokens, bucket=shapes.buckets[0], row_bucket=r) for r in shapes.row_buckets[1:]
         ]
-        forwards = {s.tokens.token_ids.shape[0]: partial(self._compile_forward, s.tokens) for s in steps}
-        samples = {s.rows.lanes.shape[0]: partial(self._compile_sample, s.rows) for s in steps}
-        with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        forwards = {s.tokens.token_ids.shape[0]: partial(self._lower_forward, s.tokens) for s in steps}
+        samples = {s.rows.lanes.shape[0]: partial(self._lower_sample, s.rows) for s in steps}
+        pool = ThreadPoolExecutor(COMPILE_THREADS)
+        try:
             jobs = {}
             for name, table, programs in (("tokens", self._forward, forwards), ("rows", self._sample, samples)):
                 for size in sorted(programs, reverse=True):
-                    jobs[pool.submit(_timed, programs[size])] = (name, table, size)
+                    # Tracing is Python and stays in one thread; two would only take the interpreter from each other.
+                    jobs[pool.submit(_compile, programs[size]())] = (name, table, size)
             for job in as_completed(jobs):
                 name, table, size = jobs[job]
                 table[size], seconds = job.result()
                 if on_compiled:
                     on_compiled(f"{size} {name}", seconds)
+        finally:  # after Ctrl-C nothing more is begun
+            pool.shutdown(wait=False, cancel_futures=True)
         stats = [compiled.memory_analysis() for compiled in (*self._forward.values(), *self._sample.values())]
         self.reset()
-        for step_input in steps:
-            jax.block_until_ready(self.dispatch(step_input))
+        jax.block_until_ready(self.dispatch(steps[0]))  # the smallest; none of the others has anything left to do
         return CompiledMemory(
             temporaries=max(s.temp_size_in_bytes for s in stats),
             outputs=max(s.output_size_in_bytes - s.alias_size_in_bytes for s in stats),
@@ -95,14 +98,14 @@ class StepRunner:
         tokens, rows = step_input.tokens, step_input.rows
         size, num_rows = tokens.token_ids.shape[0], rows.lanes.shape[0]
         if size not in self._forward:
-            self._forward[size] = self._compile_forward(tokens)
+            self._forward[size], _ = _compile(self._lower_forward(tokens))
         self._kv_cache, hidden, prompt = self._forward[size](
             self._params, self._kv_cache, tokens, step_input.last_tokens
         )
         if not num_rows:  # a prompt's chunk, and nothing to sample: the head is spared
             return StepOutput(None, prompt, step_input.last_tokens)
         if num_rows not in self._sample:
-            self._sample[num_rows] = self._compile_sample(rows)
+            self._sample[num_rows], _ = _compile(self._lower_sample(rows))
         samples, self.last_tokens = self._sample[num_rows](
             self._params, self._kv_cache.token_ids, hidden, rows, step_input.last_tokens
         )
@@ -113,17 +116,17 @@ class StepRunner:
         """Shapes that are compiled."""
         return len(self._forward) + len(self._sample)
 
-    def _compile_forward(self, tokens: TokenInput) -> Any:
+    def _lower_forward(self, tokens: TokenInput) -> Any:
         cache = jax.eval_shape(self._new_cache)
         jitted = jax.jit(forward, static_argnums=0, donate_argnums=2)
-        return jitted.lower(self._graphdef, self._params, cache, tokens, self.last_tokens).compile()
+        return jitted.lower(self._graphdef, self._params, cache, tokens, self.last_tokens)
 
-    def _compile_sample(self, rows: RowInput) -> Any:
+    def _lower_sample(self, rows: RowInput) -> Any:
         token_ids = jax.eval_shape(self._new_cache).token_ids
         jitted = jax.jit(sample_rows, static_argnums=0)
-        return jitted.lower(self._graphdef, self._params, token_ids, self._hidden, rows, self.last_tokens).compile()
+        return jitted.lower(self._graphdef, self._params, token_ids, self._hidden, rows, self.last_tokens)
 
 
-def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
+def _compile(lowered: Any) -> tuple[Any, float]:
     start = time.perf_counter()
-    return function(), time.perf_counter() - start
+    return lowered.compile(), time.perf_counter() - start
