@@ -10,6 +10,14 @@ from types import ModuleType
 from typing import Any
 
 _HOMES = {
+    "AttentionBatch": "attention",
+    "BeamSearchParams": "config",
+    "PackedRow": "pack",
+    "RowInput": "step",
+    "SamplingInput": "sampling",
+    "StepPacker": "pack",
+    "StepShapes": "pack",
+    "TokenInput": "step",
     "LLM": "llm",
     "AsyncLLM": "async_engine",
     "CompletionOutput": "request",

@@ -1,27 +1,38 @@
 """pagedjax: serve decoder-only language models with JAX, from a paged KV cache."""
 
 from pagedjax.async_engine import AsyncLLM, QueueFull, RequestError
-from pagedjax.config import SamplingParams, UserError
+from pagedjax.attention import AttentionBatch
+from pagedjax.config import BeamSearchParams, SamplingParams, UserError
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.llm import LLM
+from pagedjax.pack import PackedRow, StepPacker, StepShapes
 from pagedjax.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pagedjax.step import StepInput, StepOutput, step
+from pagedjax.sampling import SamplingInput
+from pagedjax.step import RowInput, StepInput, StepOutput, TokenInput, step
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.weights import load_model
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AttentionBatch",
+    "BeamSearchParams",
     "CompletionOutput",
     "KVCache",
     "Logprob",
+    "PackedRow",
     "QueueFull",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RowInput",
+    "SamplingInput",
     "SamplingParams",
     "StepInput",
     "StepOutput",
+    "StepPacker",
+    "StepShapes",
+    "TokenInput",
     "Tokenizer",
     "UserError",
     "init_kv_cache",

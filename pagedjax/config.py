@@ -14,6 +14,7 @@ from typing import Any
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1024  # and stop tokens
 MAX_SAMPLES = 128
 
 _SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -147,6 +148,9 @@ class SamplingParams:
                 "a list of strings that are not empty",
                 texts,
             )
+        for name in ("stop_token_ids", "bad_words"):
+            values = getattr(self, name)
+            _check(name, len(values) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} entries", len(values))
         _check_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             _check_ids("allowed_token_ids", self.allowed_token_ids)
@@ -326,7 +330,7 @@ class ModelConfig:
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    dtype: str = "bfloat16"  # what the checkpoint says it is made for
+    dtype: str = "bfloat16"  # of the weights: what the checkpoint says, then what they were loaded as
     unread: tuple[str, ...] = field(default=())  # names in config.json that nothing here knows
 
     @property

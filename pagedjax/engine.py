@@ -14,7 +14,7 @@ import numpy as np
 from pagedjax.blocks import BlockPool
 from pagedjax.config import SamplingParams
 from pagedjax.fetch import StepInFlight, fetch
-from pagedjax.generation import Generation, RunningRequest, TokenResult
+from pagedjax.generation import Generation, RunningRequest, TokenResult, tokenize_bad_words
 from pagedjax.metrics import Metrics
 from pagedjax.pack import PackedRow, StepPacker
 from pagedjax.request import RequestOutput, Sequence, SequenceState
@@ -112,6 +112,7 @@ class Engine:
         max_tokens = self._check(prompt_token_ids, params)
         request = RunningRequest(request_id, prompt, prompt_token_ids, params, self._clock())
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        bad_words = tokenize_bad_words(params.bad_words, self.tokenizer)
         for index in range(params.num_samples):
             sequence = Sequence(
                 request_id=request_id,
@@ -122,7 +123,7 @@ class Engine:
                 priority=params.priority,
             )
             key = derive_key(seed, index)
-            request.generations.append(Generation(sequence, params, self.tokenizer, self._eos, key))
+            request.generations.append(Generation(sequence, params, self.tokenizer, self._eos, key, bad_words))
         self._scheduler.add(*(generation.sequence for generation in request.generations))
         self._requests[request_id] = request
         self._generations |= {generation.sequence: (request, generation) for generation in request.generations}
@@ -164,6 +165,12 @@ class Engine:
         count, limit = len(prompt_token_ids), self.sizes.max_model_len
         if not count:
             raise ValueError("prompt has no tokens")
+        if params.priority:
+            raise ValueError("priority needs --scheduling-policy priority, which is not built yet")
+        max_tokens = limit - count if params.max_tokens is None else params.max_tokens
+        if count + max_tokens > limit or (params.max_tokens is None and max_tokens < 1):
+            wanted = "" if params.max_tokens is None else f" and max_tokens is {max_tokens}"
+            raise ValueError(f"prompt has {count} tokens{wanted}, over the limit of {limit} tokens in all")
         vocab = self.vocab_size
         ids: ListLike[object] = prompt_token_ids
         for i in ids:
@@ -173,10 +180,6 @@ class Engine:
             bad = next((i for i in getattr(params, name) or () if not 0 <= i < vocab), None)
             if bad is not None:
                 raise ValueError(f"{name} has token id {bad}, and the vocabulary ends at {vocab - 1}")
-        max_tokens = limit - count if params.max_tokens is None else params.max_tokens
-        if count + max_tokens > limit or (params.max_tokens is None and max_tokens < 1):
-            wanted = "" if params.max_tokens is None else f" and max_tokens is {max_tokens}"
-            raise ValueError(f"prompt has {count} tokens{wanted}, over the limit of {limit} tokens in all")
         return max_tokens
 
     def _dispatch(self, plan: SchedulePlan) -> dict[str, RunningRequest]:

@@ -38,6 +38,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         eos_token_ids: ListLike[int],
         key: tuple[int, int],
+        bad_words: ListLike[list[int]] = (),
     ):
         if params.stop and tokenizer is None:
             raise ValueError("stop needs a tokenizer, and this model has none")
@@ -54,7 +55,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stops = self._eos | frozenset(params.stop_token_ids)
-        self._bad_words = _bad_words(params.bad_words, tokenizer)
+        self._bad_words = bad_words
         sequence.waits_for_token = any(len(word) > 1 for word in self._bad_words)
         self._text = TextStream(
             tokenizer,
@@ -215,7 +216,7 @@ def logprob_entry(result: TokenResult, num_top: int, tokenizer: Tokenizer | None
     return entry
 
 
-def _bad_words(words: ListLike[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+def tokenize_bad_words(words: ListLike[str], tokenizer: Tokenizer | None) -> list[list[int]]:
     """Each word's tokens, at the start of a text and after a space, as vLLM bans them."""
     if not words:
         return []

@@ -47,13 +47,16 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
 
 
 def init_kv_cache(
-    config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: DTypeLike = jnp.bfloat16
+    config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: DTypeLike | None = None
 ) -> KVCache:
     """An empty cache of ``num_blocks`` blocks for ``config``'s layers, on the default device.
+
+    ``dtype`` is the weights' unless it is given.
 
     Raises:
         UserError: one layer's array would pass 2^31 elements.
     """
+    dtype = dtype or config.dtype
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
     elements = math.prod(shape)
     if elements > MAX_ARRAY_ELEMENTS:
@@ -86,6 +89,9 @@ def write_kv(
     block, offset = slots // block_size, slots % block_size
 
     def write(layer: jax.Array, new: jax.Array) -> jax.Array:
-        return layer.at[block, :, offset].set(jnp.nan_to_num(new).astype(layer.dtype), mode="drop")
+        # Clipped before the cast: the largest float32 becomes infinite in bfloat16.
+        largest = float(jnp.finfo(layer.dtype).max)
+        finite = jnp.clip(jnp.nan_to_num(new, posinf=largest, neginf=-largest), -largest, largest)
+        return layer.at[block, :, offset].set(finite.astype(layer.dtype), mode="drop")
 
     return write(k_layer, k), write(v_layer, v)

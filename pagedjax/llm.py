@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pagedjax.config import EngineConfig, SamplingParams
+from pagedjax.config import BeamSearchParams, EngineConfig, SamplingParams, UserError
 from pagedjax.engine import Engine
 from pagedjax.loading import load_engine
 from pagedjax.request import OutputCollector, RequestOutput
@@ -89,6 +89,22 @@ class LLM:
         each = _params_for(params, len(texts))
         encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(list(zip(texts, encoded, each, strict=True)), use_tqdm)
+
+    def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """Beam search over each prompt.
+
+        Raises:
+            UserError: always: it is not built yet.
+        """
+        raise UserError("beam search is not built yet: use generate")
+
+    def score(self, token_ids: ListLike[int]) -> list[float]:
+        """Log-probabilities of a text's tokens.
+
+        Raises:
+            UserError: always: it is not built yet.
+        """
+        raise UserError("score is not built yet: use generate with prompt_logprobs=0 and max_tokens=1")
 
     def metrics(self) -> dict[str, float]:
         """The engine's numbers, by the names of ``/metrics`` without their prefix."""

@@ -16,7 +16,7 @@ from pagedjax.pack import StepShapes
 from pagedjax.runner import StepRunner
 from pagedjax.sizing import choose_sizes, startup_report
 from pagedjax.tokenizer import Tokenizer
-from pagedjax.weights import build_model, resolve_dtype
+from pagedjax.weights import build_model, resolve_backend, resolve_dtype
 
 Say = Callable[[str], None]
 
@@ -40,7 +40,7 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     use_compilation_cache()
     dtype = resolve_dtype(config.dtype)
     checkpoint = open_checkpoint(config.model, config.load_format, dtype=dtype, tokenizer=config.tokenizer)
-    backend = "xla" if config.attention_backend == "auto" else config.attention_backend
+    backend = resolve_backend(config.attention_backend)
     with ThreadPoolExecutor(1) as pool:  # a large vocabulary takes a second, in code that lets Python go on
         folder = checkpoint.tokenizer_dir
         loading = pool.submit(Tokenizer.load, folder, chat_template) if folder else None
@@ -51,13 +51,12 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     sizes = choose_sizes(config, model, dtype, weight_bytes)
     shapes = StepShapes.plan(
+        model,
         max_num_seqs=sizes.max_num_seqs,
         max_model_len=sizes.max_model_len,
         block_size=sizes.block_size,
         num_blocks=sizes.num_blocks,
-        vocab_size=model.vocab_size,
         token_budget=sizes.token_budget,
-        dtype=dtype,
     )
     runner = StepRunner(graphdef, params, model, shapes, dtype)
     started = time.perf_counter()

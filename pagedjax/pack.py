@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.attention import DECODE_GROUP, AttentionBatch
-from pagedjax.config import MAX_LOGIT_BIAS
+from pagedjax.config import MAX_LOGIT_BIAS, ModelConfig
 from pagedjax.sampling import SamplingInput
 from pagedjax.sampling_rows import SamplingRows
 from pagedjax.step import RowInput, StepInput, TokenInput, min_rows
@@ -35,11 +35,21 @@ class StepShapes:
 
     @classmethod
     def plan(
-        cls, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int, vocab_size: int,
-        token_budget: int, dtype: str,
-    ) -> "StepShapes":  # fmt: skip
-        """Token buckets in powers of two from the fewest rows that keep a row's bits; row buckets in powers of four."""
-        buckets = [min_rows(dtype)]
+        cls,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        token_budget: int = 512,
+    ) -> "StepShapes":
+        """Shapes for a model: token buckets in powers of two from the fewest rows that keep a row's bits.
+
+        ``max_model_len`` is what the cache holds, or the model's if that is less, unless it is given.
+        """
+        longest = max_model_len or min(config.max_model_len, num_blocks * block_size)
+        buckets = [min_rows(config.dtype)]
         while buckets[-1] < token_budget:
             buckets.append(buckets[-1] * 2)
         num_lanes = -(-max_num_seqs // DECODE_GROUP) * DECODE_GROUP
@@ -48,10 +58,10 @@ class StepShapes:
             row_buckets.append(min(row_buckets[-1] * 4, num_lanes))
         return cls(
             num_lanes=num_lanes,
-            max_blocks=-(-max_model_len // block_size),
+            max_blocks=-(-longest // block_size),
             block_size=block_size,
             num_blocks=num_blocks,
-            vocab_size=vocab_size,
+            vocab_size=config.vocab_size,
             buckets=tuple(buckets),
             row_buckets=tuple(row_buckets),
         )

@@ -66,9 +66,8 @@ def build_model(
     Raises:
         UserError: tensors are missing, unexpected or misshapen (all are counted, the first few named).
     """
-    config = _with_generation_eos(parse_config(checkpoint.config), checkpoint.generation_config)
-    backend = "xla" if attention_backend == "auto" else attention_backend
-    decoder = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), backend))
+    config = _with_generation_eos(parse_config(checkpoint.config), checkpoint.generation_config).replace(dtype=dtype)
+    decoder = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), resolve_backend(attention_backend)))
     graphdef, abstract = nnx.split(decoder)
     shapes = dict(nnx.to_flat_state(abstract))
     specs = weight_specs(config)
@@ -86,10 +85,27 @@ def build_model(
 
 
 def resolve_dtype(dtype: str) -> str:
-    """``auto`` becomes bfloat16 on accelerators and on CPUs that multiply it, and float32 elsewhere."""
-    if dtype != "auto":
+    """``auto`` becomes bfloat16 on accelerators and on CPUs that multiply it, and float32 elsewhere.
+
+    Raises:
+        UserError: it is another dtype.
+    """
+    if dtype in ("bfloat16", "float32"):
         return dtype
+    if dtype != "auto":
+        raise UserError(f"dtype must be auto, bfloat16 or float32, got {dtype!r}")
     return "bfloat16" if jax.default_backend() != "cpu" or _cpu_has_bfloat16() else "float32"
+
+
+def resolve_backend(attention_backend: str) -> str:
+    """``auto`` becomes ``xla``, the one there is so far.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if attention_backend not in ("auto", "xla"):
+        raise UserError(f"attention backend {attention_backend!r} is not built yet: use xla")
+    return "xla"
 
 
 def _cpu_has_bfloat16() -> bool:

@@ -51,14 +51,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=180)
     options = parser.parse_args()
     count, context = options.sequences, options.context
-    config, dtype = parse_config(LLAMA_100M), resolve_dtype("auto")
+    dtype = resolve_dtype("auto")
+    config = parse_config(LLAMA_100M).replace(dtype=dtype)
     graphdef, params = nnx.split(Decoder(config, jnp.dtype(dtype)))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape, np.float32) * 0.02, a.dtype), params)
     per_sequence = -(-(context + 1) // 16)
-    shapes = StepShapes.plan(
-        max_num_seqs=count, max_model_len=1024, block_size=16, num_blocks=count * per_sequence,
-        vocab_size=config.vocab_size, token_budget=count, dtype=dtype,
+    shapes = StepShapes.plan(config,
+        max_num_seqs=count, max_model_len=1024, block_size=16, num_blocks=count * per_sequence, token_budget=count,
     )  # fmt: skip
     runner, packer = StepRunner(graphdef, params, config, shapes, dtype), StepPacker(shapes)
     runner.warm_up()

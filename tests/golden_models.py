@@ -58,13 +58,12 @@ def runner(model: str, dtype: str, block_size: int) -> StepRunner:
     """A warm runner of 24 lanes and up to 64 tokens a step."""
     graphdef, params, config = load_model(str(GOLDEN / model), dtype=dtype, show_progress=False)
     shapes = StepShapes.plan(
+        config,
         max_num_seqs=24,
         max_model_len=MAX_MODEL_LEN,
         block_size=block_size,
         num_blocks=POOL_TOKENS // block_size,
-        vocab_size=config.vocab_size,
         token_budget=64,
-        dtype=dtype,
     )
     made = StepRunner(graphdef, params, config, shapes, dtype)
     made.warm_up()

@@ -133,7 +133,7 @@ def run_python(text: str, variables: dict[str, str], folder: Path) -> str:
 
 
 def test_there_are_the_examples_that_the_tests_know() -> None:
-    assert OF_ITSELF == ["LLM", "AsyncLLM", "init_kv_cache"]
+    assert OF_ITSELF == ["LLM", "AsyncLLM", "PackedRow"]
     assert OF_A_CLIENT == ["OpenAI"]
 
 
@@ -146,11 +146,11 @@ def test_llm(variables: dict[str, str], tmp_path: Path) -> None:
         assert said_in_the_readme(continued[1])
 
 
-@pytest.mark.parametrize("name", [pytest.param("AsyncLLM", marks=pytest.mark.nightly), "init_kv_cache"])
+@pytest.mark.parametrize("name", [pytest.param("AsyncLLM", marks=pytest.mark.nightly), "PackedRow"])
 def test_example(name: str, variables: dict[str, str], tmp_path: Path) -> None:
     printed = run_python(EXAMPLES[name], variables, tmp_path)
     assert printed.strip()
-    if name == "init_kv_cache":
+    if name == "PackedRow":
         ids = json.loads(printed)
         assert len(ids) == 20
         if is_real(variables):

@@ -57,19 +57,15 @@ def test_peak_memory_is_what_the_report_said(tmp_path: Path, step_cache: Path) -
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32000, "max_position_embeddings": 1024,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = [
-        "--load-format",
-        "dummy",
-        "--dtype",
-        "float32",
-        "--kv-cache-memory",
-        "256MiB",
-        "--input-len",
-        "300",
-        "--output-len",
-        "16",
-    ]
-    command = [sys.executable, "-m", "pagedjax.cli", "bench", "throughput", str(tmp_path), *flags]
+    flags = {
+        "load-format": "dummy",
+        "dtype": "float32",
+        "kv-cache-memory": "256MiB",
+        "input-len": 300,
+        "output-len": 16,
+    }
+    listed = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "pagedjax.cli", "bench", "throughput", str(tmp_path), *listed]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     line = next(line for line in done.stderr.splitlines() if "memory: " in line)
     announced = int(line.rsplit("; ", 1)[1].split()[0].replace(",", ""))
