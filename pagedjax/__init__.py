@@ -26,6 +26,7 @@ _HOMES = {
     "QueueFull": "async_engine",
     "RequestError": "async_engine",
     "RequestMetrics": "request",
+    "OutputCollector": "request",
     "RequestOutput": "request",
     "SamplingParams": "config",
     "StepInput": "step",

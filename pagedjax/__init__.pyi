@@ -6,7 +6,7 @@ from pagedjax.config import BeamSearchParams, SamplingParams, UserError
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.llm import LLM
 from pagedjax.pack import PackedRow, StepPacker, StepShapes
-from pagedjax.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagedjax.request import CompletionOutput, Logprob, OutputCollector, RequestMetrics, RequestOutput
 from pagedjax.sampling import SamplingInput
 from pagedjax.step import RowInput, StepInput, StepOutput, TokenInput, step
 from pagedjax.tokenizer import Tokenizer
@@ -20,6 +20,7 @@ __all__ = [
     "CompletionOutput",
     "KVCache",
     "Logprob",
+    "OutputCollector",
     "PackedRow",
     "QueueFull",
     "RequestError",

@@ -46,7 +46,8 @@ class AsyncLLM:
 
     Args:
         model: ``demo``, a folder, a ``.gguf`` file or a hub id.
-        max_queue: sequences that may wait before ``generate`` raises ``QueueFull``; None for no limit.
+        max_queue: sequences that may wait, beyond those that find a place to run; where a request would make it
+            more, ``generate`` raises ``QueueFull``. An idle engine takes any request. None for no limit.
         chat_template: takes the place of the model's own: Jinja text or a file's path.
         say: gets the lines of the start-up's progress.
         flags: every engine flag as a keyword (see ``EngineConfig``).
@@ -155,14 +156,26 @@ class AsyncLLM:
                 if output.error:
                     raise RequestError(output.error)
                 finished = output.finished
-                yield output if delta else collector.add(output)
+                if delta:
+                    yield output
+                else:
+                    collector.add(output)
+                    yield collector.snapshot()
         finally:
             self._commands.put(lambda: self._abort(request_id, stream))
 
-    async def shutdown(self) -> None:
-        """End the engine's thread; requests that run end with ``RequestError``, as do later ones."""
+    async def shutdown(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (a thread is not cancelled)
+        """End the engine's thread; requests that run end with ``RequestError``, as do later ones.
+
+        Args:
+            timeout: seconds that the step under way may still take; None for no limit.
+
+        Returns:
+            Whether the thread has ended; where its device hangs, it never does.
+        """
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, timeout)
+        return not self._thread.is_alive()
 
     async def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if not isinstance(prompt, str):
@@ -248,10 +261,14 @@ class AsyncLLM:
     def _add(
         self, stream: _Stream, request_id: str, token_ids: list[int], params: SamplingParams, text: str | None
     ) -> None:
-        if self._max_queue is not None and self._engine.num_waiting >= self._max_queue:
-            self._engine.metrics.observe_rejection("queue_full")
-            raise QueueFull(f"{self._engine.num_waiting} requests wait already: try again later")
-        self._engine.add_request(request_id, token_ids, params, text)
+        engine = self._engine
+        # Nothing that ends would make more room than an idle engine has.
+        if self._max_queue is not None and engine.has_work:
+            waiting = engine.num_waiting + params.num_samples - engine.num_free_places
+            if waiting > self._max_queue:
+                engine.metrics.observe_rejection("queue_full")
+                raise QueueFull(f"{waiting} sequences would wait, over the limit of {self._max_queue}: try again later")
+        engine.add_request(request_id, token_ids, params, text)
         self._streams[request_id] = stream
 
     def _abort(self, request_id: str, stream: _Stream) -> None:

@@ -42,7 +42,7 @@ def parse_size(text: str | int) -> int:
 
 def _check(name: str, holds: bool, rule: str, value: object) -> None:
     if not holds:
-        raise ValueError(f"{name} must be {rule}, got {value!r}")
+        raise ValueError(f"{name} must be {rule}, got {value!r:.200}")
 
 
 def _is_int(value: object) -> bool:

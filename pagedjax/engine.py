@@ -69,9 +69,12 @@ class Engine:
         self._generations: dict[Sequence, tuple[RunningRequest, Generation]] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._admissions = [-1] * sizes.max_num_seqs  # the admission each lane's sampling settings belong to
-        self._last_done = 0.0
-        self._waited = 0.0
+        self._last_done = 0.0  # when the step before ended on the device
+        self._device_seconds = 0.0  # of the step that ended last
+        self._waited = 0.0  # for the device, in this call of step
+        self._host_seconds = 0.0  # spent and not yet observed with a step
         self._slot_steps = [0, 0]  # slots filled, slots held, summed over steps
+        self._show_occupancy()
 
     @property
     def has_work(self) -> bool:
@@ -87,6 +90,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Sequences that wait for a place."""
         return len(self._scheduler.waiting)
+
+    @property
+    def num_free_places(self) -> int:
+        """Sequences that could run beside those that do."""
+        return self._scheduler.num_free_lanes
 
     @property
     def blocks_held(self) -> int:
@@ -134,10 +142,11 @@ class Engine:
         if request is None:
             return
         for generation in request.generations:
-            if generation.finish_reason is None:
-                generation.end("abort")
+            # Nobody reads the text that is held back: it is not asked for, and cannot fail.
+            generation.finish_reason = generation.finish_reason or "abort"
             self._leave(generation.sequence)
         self._observe_finished(request, "abort")
+        self._show_occupancy()
 
     def step(self) -> list[RequestOutput]:
         """Dispatch the next step, commit the one before it, and return what is new, as deltas."""
@@ -156,8 +165,7 @@ class Engine:
         for output in outputs:
             if output.finished:
                 self._observe_finished(self._requests.pop(output.request_id))
-        if before:
-            self._observe_step(before, started)
+        self._observe_step(before, started)
         return outputs
 
     def _check(self, prompt_token_ids: ListLike[int], params: SamplingParams) -> int:
@@ -218,7 +226,7 @@ class Engine:
     def _delta(self, request: RunningRequest) -> RequestOutput | None:
         with self._blame(request):
             return request.delta()
-        return request.delta()
+        return request.failure()
 
     def _row(self, share: ScheduledSequence) -> PackedRow:
         sequence = share.sequence
@@ -255,6 +263,9 @@ class Engine:
         step.wait()
         now = self._clock()
         self._waited += now - began
+        # A step starts when it is dispatched or, behind another, when that one ends.
+        self._device_seconds = now - max(step.dispatched, self._last_done)
+        self._last_done = now
         results = fetch(step, self._generations)
         touched: dict[str, RunningRequest] = {}
         for share, result, prompt in results:
@@ -308,12 +319,14 @@ class Engine:
     def fail_all(self, error: Exception) -> list[RequestOutput]:
         """The device failed: end every request with an error, and start with an empty cache."""
         self._in_flight.clear()
+        self._host_seconds = 0.0
         outputs = []
         for request in list(self._requests.values()):
             self._fail(request, error)
-            if delta := request.delta():
+            if delta := self._delta(request):
                 outputs.append(delta)
             self._observe_finished(self._requests.pop(request.request_id), "error")
+        self._show_occupancy()
         self._runner.reset()
         return outputs
 
@@ -346,18 +359,23 @@ class Engine:
             (last - first) / (longest - 1) if longest > 1 else None,
         )
 
-    def _observe_step(self, step: StepInFlight, started: float) -> None:
-        now = self._clock()
-        running = self._scheduler.running
-        held = self._pool.num_held * self.sizes.block_size
-        filled = sum(sequence.num_computed for sequence in running)
+    def _observe_step(self, step: StepInFlight | None, started: float) -> None:
+        """Count a step that ended; None in a busy period's first call, whose host time goes to the next one."""
+        filled, held = self._show_occupancy()
+        self._host_seconds += self._clock() - started - self._waited
+        if step is None:
+            return
         self._slot_steps[0] += filled
         self._slot_steps[1] += held
-        # A step starts when it is dispatched or, behind another, when that one ends.
-        self.metrics.observe_step(
-            num_tokens=step.plan.num_tokens,
-            host_seconds=now - started - self._waited,
-            device_seconds=now - max(step.dispatched, self._last_done),
+        self.metrics.observe_step(step.plan.num_tokens, self._host_seconds, self._device_seconds)
+        self._host_seconds = 0.0
+
+    def _show_occupancy(self) -> tuple[int, int]:
+        """Set the gauges to what is true now; returns slots filled and slots held."""
+        running = self._scheduler.running
+        filled = sum(sequence.num_computed for sequence in running)
+        held = self._pool.num_held * self.sizes.block_size
+        self.metrics.set_occupancy(
             running=len(running),
             waiting=len(self._scheduler.waiting),
             blocks_held=self._pool.num_held,
@@ -365,4 +383,4 @@ class Engine:
             slots_filled=filled,
             slots_held=held,
         )
-        self._last_done = now
+        return filled, held

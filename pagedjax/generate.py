@@ -95,13 +95,13 @@ def _print_json(engine: Engine, prompts: Sequence[Prompt]) -> list[tuple[int, st
     with tqdm(total=len(prompts), desc="generating", unit="request") as bar:
         for delta in _steps(engine):
             index = int(delta.request_id)
-            whole = collectors[index].add(delta)
-            if not whole.finished:
+            collectors[index].add(delta)
+            if not delta.finished:
                 continue
-            done[index] = whole
+            done[index] = collectors[index].snapshot()
             bar.update()
-            if whole.error:
-                errors.append((index, whole.error))
+            if delta.error:
+                errors.append((index, delta.error))
             while printed in done:
                 _print_samples(prompts[printed], done.pop(printed))
                 printed += 1

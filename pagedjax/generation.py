@@ -192,6 +192,19 @@ class RunningRequest:
             error=self.error,
         )
 
+    def failure(self) -> RequestOutput:
+        """The last word where ``delta`` itself raises: how each sample ended that had not, without its text."""
+        left = [g for g in self.generations if g.sequence.index not in self._reported]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[CompletionOutput(index=g.sequence.index, finish_reason=g.finish_reason) for g in left],
+            finished=True,
+            metrics=self.metrics,
+            error=self.error,
+        )
+
     def _best(self) -> list[CompletionOutput]:
         ranked = sorted(self.generations, key=lambda g: (-g.cumulative_logprob, g.sequence.index))
         outputs = []

@@ -127,9 +127,9 @@ class LLM:
             with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
                     for delta in self.engine.step():
-                        whole = collectors[delta.request_id].add(delta)
-                        if whole.finished:
-                            done[whole.request_id] = whole
+                        collectors[delta.request_id].add(delta)
+                        if delta.finished:
+                            done[delta.request_id] = collectors[delta.request_id].snapshot()
                             bar.update()
         finally:  # an error, or the user's Ctrl-C: nothing stays behind
             for request_id in ids:

@@ -136,12 +136,16 @@ class Metrics:
         self._histograms = _histograms(max_model_len)
         self._cache_config: dict[str, str] = {}
 
-    def observe_step(
+    def observe_step(self, num_tokens: int, host_seconds: float, device_seconds: float) -> None:
+        """One step ended. Times in seconds."""
+        with self._lock:
+            self._histograms["iteration_tokens_total"].observe(num_tokens)
+            self._histograms["step_host_seconds"].observe(host_seconds)
+            self._histograms["step_device_seconds"].observe(device_seconds)
+
+    def set_occupancy(
         self,
         *,
-        num_tokens: int,
-        host_seconds: float,
-        device_seconds: float,
         running: int,
         waiting: int,
         blocks_held: int,
@@ -149,11 +153,8 @@ class Metrics:
         slots_filled: int,
         slots_held: int,
     ) -> None:
-        """One step ended. Times in seconds; ``running`` and ``waiting`` count sequences after it."""
+        """Who is there now: ``running`` and ``waiting`` count sequences."""
         with self._lock:
-            self._histograms["iteration_tokens_total"].observe(num_tokens)
-            self._histograms["step_host_seconds"].observe(host_seconds)
-            self._histograms["step_device_seconds"].observe(device_seconds)
             gauges = self._gauges
             gauges["num_requests_running"] = running
             gauges["num_requests_waiting"] = waiting

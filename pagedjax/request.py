@@ -118,32 +118,50 @@ class RequestOutput:
 
 
 class OutputCollector:
-    """Joins a request's deltas into the whole output so far."""
+    """Joins a request's deltas into the whole output so far. ``add`` costs what is new, ``snapshot`` all of it."""
 
     def __init__(self) -> None:
-        self._whole: RequestOutput | None = None
+        self._last: RequestOutput | None = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._samples: dict[int, _Sample] = {}
 
-    def add(self, delta: RequestOutput) -> RequestOutput:
-        """The request's output up to and with ``delta``; what was returned before does not change."""
-        before = {out.index: out for out in self._whole.outputs} if self._whole else {}
-        joined = dict(before)
+    def add(self, delta: RequestOutput) -> None:
+        """Take in what is new; ``delta`` itself stays as it is."""
+        self._last = delta
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         for new in delta.outputs:
-            joined[new.index] = _join(before.get(new.index), new)
-        prompt_logprobs = delta.prompt_logprobs or (self._whole.prompt_logprobs if self._whole else None)
-        outputs = [joined[index] for index in sorted(joined)]
-        self._whole = dataclasses.replace(delta, outputs=outputs, prompt_logprobs=prompt_logprobs)
-        return self._whole
+            if new.index not in self._samples:
+                self._samples[new.index] = _Sample(CompletionOutput(index=new.index))
+            self._samples[new.index].add(new)
+
+    def snapshot(self) -> RequestOutput:
+        """The output so far, which later deltas leave as it is; there must have been a delta."""
+        assert self._last is not None, "a request without a delta has no output"
+        outputs = [self._samples[index].snapshot() for index in sorted(self._samples)]
+        return dataclasses.replace(self._last, outputs=outputs, prompt_logprobs=self._prompt_logprobs)
 
 
-def _join(old: CompletionOutput | None, new: CompletionOutput) -> CompletionOutput:
-    if old is None:
-        return new
-    return CompletionOutput(
-        index=new.index,
-        text=old.text + new.text,
-        token_ids=old.token_ids + new.token_ids,
-        cumulative_logprob=new.cumulative_logprob,
-        logprobs=None if new.logprobs is None else (old.logprobs or []) + new.logprobs,
-        finish_reason=new.finish_reason or old.finish_reason,
-        stop_reason=new.stop_reason if new.stop_reason is not None else old.stop_reason,
-    )
+@dataclass
+class _Sample:
+    """One continuation as it grows: its lists in place, its text in pieces."""
+
+    whole: CompletionOutput
+    pieces: list[str] = field(default_factory=list)
+
+    def add(self, new: CompletionOutput) -> None:
+        whole = self.whole
+        self.pieces.append(new.text)
+        whole.token_ids.extend(new.token_ids)
+        if new.cumulative_logprob is not None:
+            whole.cumulative_logprob = new.cumulative_logprob
+        if new.logprobs is not None:
+            whole.logprobs = whole.logprobs or []
+            whole.logprobs.extend(new.logprobs)
+        whole.finish_reason = new.finish_reason or whole.finish_reason
+        whole.stop_reason = new.stop_reason if new.stop_reason is not None else whole.stop_reason
+
+    def snapshot(self) -> CompletionOutput:
+        self.pieces = ["".join(self.pieces)]
+        logprobs = None if self.whole.logprobs is None else list(self.whole.logprobs)
+        token_ids = list(self.whole.token_ids)
+        return dataclasses.replace(self.whole, text=self.pieces[0], token_ids=token_ids, logprobs=logprobs)

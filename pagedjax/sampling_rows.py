@@ -22,6 +22,10 @@ _PLAIN: dict[str, tuple[type, float]] = {  # field -> dtype, and the value that 
     "prompt_len": (np.int32, 0),
     "num_logprobs": (np.int32, -1),
 }
+# The least that top_p and repetition_penalty are taken for; the inverse is the greatest penalty. Beyond them float32
+# makes 0 or infinity of a value, which then cuts nothing or makes logits infinite or NaN. The best of fewer than a
+# million tokens has more than this of the mass, so that so small a top_p keeps it alone, as any smaller one does.
+_LEAST = 1e-6
 
 
 def derive_key(seed: int, sample_index: int) -> tuple[int, int]:
@@ -73,6 +77,8 @@ class SamplingRows:
         self.release(lane)
         values = {name: getattr(params, name) for name in _PLAIN if hasattr(params, name)}
         values["top_k"] = max(params.top_k, 0)
+        values["top_p"] = max(params.top_p, _LEAST)
+        values["repetition_penalty"] = min(max(params.repetition_penalty, _LEAST), 1 / _LEAST)
         values["prompt_len"] = prompt_len
         values["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
         for name, value in values.items():

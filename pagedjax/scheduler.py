@@ -86,6 +86,11 @@ class Scheduler:
         self._free_lanes = list(range(max_num_seqs - 1, -1, -1))
         self._num_admissions = 0
 
+    @property
+    def num_free_lanes(self) -> int:
+        """Sequences that may be admitted beside those that run, where blocks last."""
+        return len(self._free_lanes)
+
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences, all or none.
 

@@ -96,26 +96,43 @@ def _num_blocks(config: EngineConfig, per_block: int, wanted: int, weight_bytes:
     return min(wanted, room // per_block)
 
 
-def available_memory() -> int:
-    """Bytes of memory that this process may still take: the machine's, or its control group's if that is less."""
+def available_memory(meminfo: Path = Path("/proc/meminfo"), control_group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process may still take: the machine's, or its control group's if that is less.
+
+    Args:
+        meminfo: the system's account of the machine's memory; where there is none, the free pages count.
+        control_group: folder of the process's control group (version 2); it may set no limit, or not be there.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # counts what the page cache would give back, which sysconf does not
         fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used = control_group / "memory.max", control_group / "memory.current"
     if limit.exists() and used.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
-        free = min(free, int(text) - int(used.read_text(encoding="ascii")))
+        kept = int(used.read_text(encoding="ascii")) - _reclaimable(control_group / "memory.stat")
+        free = min(free, int(text) - kept)
     return max(free, 0)
 
 
-def resident_memory() -> int:
-    """Bytes of memory that this process holds now; 0 where the system does not say."""
+def _reclaimable(stat: Path) -> int:
+    """Bytes that a control group counts as used and gives back when asked: pages of files read some time ago.
+
+    Reading a checkpoint leaves as many of them as the file is long.
+    """
+    if not stat.exists():
+        return 0
+    fields = dict(line.split(" ", 1) for line in stat.read_text(encoding="ascii").splitlines())
+    return int(fields.get("inactive_file", 0))
+
+
+def resident_memory() -> tuple[int, int]:
+    """Bytes of memory that this process holds now, and at the most so far; zeros where the system does not say."""
     status = Path("/proc/self/status")
     if not status.exists():
-        return 0
+        return 0, 0
     fields = dict(line.split(":", 1) for line in status.read_text(encoding="ascii").splitlines() if ":" in line)
-    return int(fields["VmRSS"].split()[0]) * 1024
+    now, most = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, most
 
 
 def startup_report(
@@ -128,13 +145,10 @@ def startup_report(
         "KV cache": cache_bytes,
         "temporaries of the largest step": temporary_bytes,
     }
-    total = resident_memory()
-    if total:
-        # Steps have run on nothing so far: their temporaries may not be touched yet.
-        parts["program"] = max(0, total - weight_bytes - cache_bytes)
-        total += temporary_bytes
-    else:
-        total = sum(parts.values())
+    now, most = resident_memory()
+    # Steps have run on nothing so far, so their temporaries come on top; compiling may have taken more than they will.
+    total = max(now + temporary_bytes, most, sum(parts.values()))
+    parts["program and compiler"] = total - sum(parts.values())
     listed = ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in parts.items())
     tokens = sizes.num_blocks * sizes.block_size
     full = sizes.num_blocks // _blocks(sizes.max_model_len, sizes.block_size)

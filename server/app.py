@@ -27,6 +27,7 @@ from server.state import STATE, ServerState
 LOADED: web.AppKey["asyncio.Future[AsyncLLM]"] = web.AppKey("LOADED", asyncio.Future)
 
 _CLOSE_SECONDS = 2.0  # for answers that are on their way out when the server closes
+_ENGINE_SECONDS = 10.0  # for the engine's step under way, after that
 
 _log = logging.getLogger("pagedjax.server")
 
@@ -49,7 +50,7 @@ def create_app(engine: AsyncLLM | Callable[[], AsyncLLM], config: ServerConfig) 
         app[LOADED] = loaded
         yield
         if loaded.done() and not _failed(loaded):
-            await loaded.result().shutdown()
+            state.hangs = not await loaded.result().shutdown(timeout=_ENGINE_SECONDS)
 
     app.cleanup_ctx.append(run_engine)
     return app
@@ -106,9 +107,9 @@ def serve(config: ServerConfig, load: Callable[[], AsyncLLM]) -> int:
     tls = _tls(config)
     listener = _bind(config.host, config.port)
     with listener:
-        loading_is_over = asyncio.run(_serve(config, load, listener, tls))
-    if not loading_is_over:
-        # What still runs in the loading thread, such as a compiler, must not meet a half-gone interpreter.
+        all_ended = asyncio.run(_serve(config, load, listener, tls))
+    if not all_ended:
+        # What still runs in a thread, such as a compiler or a step, must not meet a half-gone interpreter.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -118,7 +119,7 @@ def serve(config: ServerConfig, load: Callable[[], AsyncLLM]) -> int:
 async def _serve(
     config: ServerConfig, load: Callable[[], AsyncLLM], listener: socket.socket, tls: ssl.SSLContext | None
 ) -> bool:
-    """Serve until a signal; whether ``load`` had ended by then."""
+    """Serve until a signal; whether ``load`` had ended by then, and the engine too."""
     stop = _stop_on_signals()
     app = create_app(load, config)
     runner = app_runner(app)
@@ -135,9 +136,12 @@ async def _serve(
             await stopping
         _log.info("shutting down: running requests have %g s", config.shutdown_timeout)
         await app[STATE].drain()
-        return loaded.done()
+        load_ended = loaded.done()
     finally:
         await runner.cleanup()
+    if app[STATE].hangs:
+        _log.warning("the engine did not end within %g s: leaving without it", _ENGINE_SECONDS)
+    return load_ended and not app[STATE].hangs
 
 
 def _announce(config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | None) -> None:

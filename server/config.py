@@ -1,5 +1,6 @@
 """The server's settings: each field is a server flag of the command line."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -58,11 +59,11 @@ class ServerConfig:
         ):
             if value not in choices:
                 raise UserError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
-        if self.shutdown_timeout < 0:
-            raise UserError(f"--shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout:g}")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise UserError(f"--shutdown-timeout must be at least 0 seconds and finite, got {self.shutdown_timeout:g}")
         for flag, seconds in (
             ("--hang-timeout", self.hang_timeout),
             ("--request-timeout", self.request_timeout),
         ):
-            if seconds is not None and seconds <= 0:
-                raise UserError(f"{flag} must be above 0 seconds, got {seconds:g}")
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise UserError(f"{flag} must be above 0 seconds and finite, got {seconds:g}")

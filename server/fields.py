@@ -8,6 +8,8 @@ from pydantic_core import PydanticCustomError
 
 from server.errors import ApiError, bad_request
 
+MAX_PROMPTS = 1024  # in one request
+
 OWN_ERROR = "pagedjax"  # type of the errors made here, whose text goes on from the field's name
 
 
@@ -74,7 +76,11 @@ def _check_prompt(value: object) -> object:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value) or _is_ids(value):
+        if _is_ids(value):
+            return value
+        if len(value) > MAX_PROMPTS:
+            raise refuse(f"must be at most {MAX_PROMPTS} prompts, got {len(value)}")
+        if all(isinstance(item, str) for item in value):
             return value
         if all(isinstance(item, list) and item and _is_ids(item) for item in value):
             return value

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from aiohttp import web
 from pydantic_core import to_json
 
-from pagedjax import AsyncLLM, RequestOutput, SamplingParams
+from pagedjax import AsyncLLM, OutputCollector, RequestOutput, SamplingParams
 from server.errors import REQUEST_ID, as_api_error
 from server.protocol import SamplingRequest
 from server.sse import EventStream, event
@@ -82,12 +82,13 @@ async def answer(request: web.Request, generation: Generation, shape: Shape) -> 
     if generation.body.stream:
         return await _stream(request, generation, shape)
     state = request.app[STATE]
-    async with state.generation() as llm, aclosing(_outputs(llm, generation, delta=False)) as outputs:
-        whole = {index: output async for index, output in outputs}  # the last of each is whole
+    collectors = [OutputCollector() for _ in generation.prompts]
     usage = Usage()
-    for index, output in whole.items():
-        usage.add(index, output)
-    body = to_json(shape.whole([whole[i] for i in sorted(whole)], usage))
+    async with state.generation() as llm, aclosing(_deltas(llm, generation)) as deltas:
+        async for index, delta in deltas:
+            usage.add(index, delta)
+            collectors[index].add(delta)
+    body = to_json(shape.whole([collector.snapshot() for collector in collectors], usage))
     return web.Response(body=body, content_type="application/json")
 
 
@@ -96,8 +97,8 @@ async def _stream(request: web.Request, generation: Generation, shape: Shape) ->
     stream = EventStream(request)
     usage = Usage()
     try:
-        async with state.generation() as llm, aclosing(_outputs(llm, generation, delta=True)) as outputs:
-            async for index, delta in outputs:
+        async with state.generation() as llm, aclosing(_deltas(llm, generation)) as deltas:
+            async for index, delta in deltas:
                 usage.add(index, delta)
                 await stream.send(shape.events(index, delta))
             if generation.body.include_usage:
@@ -112,10 +113,8 @@ async def _stream(request: web.Request, generation: Generation, shape: Shape) ->
     return stream.response
 
 
-async def _outputs(
-    llm: AsyncLLM, generation: Generation, *, delta: bool
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all prompts as they come, each with its prompt's index."""
+async def _deltas(llm: AsyncLLM, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """What is new of all prompts as it comes, each with its prompt's index."""
     began = False
     try:
         streams = [
@@ -123,7 +122,7 @@ async def _outputs(
                 prompt,
                 generation.params,
                 request_id=f"{generation.id}-{index}",
-                delta=delta,
+                delta=True,
                 add_special_tokens=generation.add_special_tokens,
             )
             for index, prompt in enumerate(generation.prompts)

@@ -29,6 +29,7 @@ class ServerState:
         self.phase = Phase.LOADING
         self.llm: AsyncLLM | None = None
         self.ready_time = 0  # seconds since 1970
+        self.hangs = False  # the engine did not end when it was told to
         self._scopes: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,7 +93,8 @@ class ServerState:
                 await self._idle.wait()
         except TimeoutError:
             for scope in self._scopes:
-                scope.reschedule(asyncio.get_running_loop().time())
+                if not scope.expired():  # its own time may be up, and its end under way
+                    scope.reschedule(asyncio.get_running_loop().time())
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("STATE", ServerState)

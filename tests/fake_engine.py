@@ -52,6 +52,7 @@ class FakeLLM:
     step_seconds: float = 0.0
     max_queue: int = 16
     healthy: bool = True
+    hangs: bool = False
     was_shut_down: bool = False
     running: set[str] = field(default_factory=set)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,8 +68,10 @@ class FakeLLM:
     def is_healthy(self, hang_timeout: float) -> bool:
         return self.healthy and hang_timeout > 0
 
-    async def shutdown(self) -> None:
+    async def shutdown(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (AsyncLLM's)
+        assert timeout is not None, "the server never waits for ever"
         self.was_shut_down = True
+        return not self.hangs
 
     async def generate(
         self,

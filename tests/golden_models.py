@@ -101,9 +101,9 @@ def run(
             engine.add_request(str(index), prompt, params)
         for delta in engine.step():
             index = int(delta.request_id)
-            whole = collectors[index].add(delta)
-            if whole.finished:
-                done[index] = whole
+            collectors[index].add(delta)
+            if delta.finished:
+                done[index] = collectors[index].snapshot()
         step += 1
     while engine.has_work:  # the step in flight
         engine.step()

@@ -80,13 +80,14 @@ def assert_empty(engine: Engine) -> None:
 def run(engine: Engine, each_step: Callable[[int], None] = lambda step: None) -> dict[str, RequestOutput]:
     """Step until there is no work; the outputs by request."""
     collectors: dict[str, OutputCollector] = {}
-    outputs: dict[str, RequestOutput] = {}
+    finished: set[str] = set()
     for step in range(3000):
         if not engine.has_work:
-            return outputs
+            return {request_id: collector.snapshot() for request_id, collector in collectors.items()}
         each_step(step)
         for delta in engine.step():
-            assert delta.request_id not in outputs or not outputs[delta.request_id].finished
-            collector = collectors.setdefault(delta.request_id, OutputCollector())
-            outputs[delta.request_id] = collector.add(delta)
+            assert delta.request_id not in finished
+            collectors.setdefault(delta.request_id, OutputCollector()).add(delta)
+            if delta.finished:
+                finished.add(delta.request_id)
     pytest.fail("the engine never comes to an end")

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from chain_model import ChainModel
 from small_engine import FLAGS, TEXT, greedy, write_small_model
 
-from pagedjax import AsyncLLM, QueueFull, RequestError, RequestOutput, SamplingParams
+from pagedjax import AsyncLLM, CompletionOutput, QueueFull, RequestError, RequestOutput, SamplingParams
+from pagedjax.request import OutputCollector
+from pagedjax.text import TextStream
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +219,36 @@ async def test_a_full_queue(start: Start) -> None:
     await assert_serves(llm)
 
 
+async def test_who_finds_a_free_place_does_not_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = await start(max_queue=2)
+    hold = threading.Event()
+    original = llm._engine.step
+
+    def step() -> list[RequestOutput]:
+        hold.wait(10)
+        return original()
+
+    monkeypatch.setattr(llm._engine, "step", step)
+    tasks = [asyncio.create_task(last(llm, "<loop>", greedy())) for _ in range(12)]
+    await until(lambda: llm.num_unfinished > 0)
+    hold.set()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+    kinds = [type(result) for result in results]
+    assert kinds == [RequestOutput] * (FLAGS["max_num_seqs"] + 2) + [QueueFull] * 2
+    await assert_serves(llm)
+
+
+async def test_every_sample_has_to_wait(start: Start) -> None:
+    llm = await start(max_queue=4)
+    running = llm.generate("<loop>", greedy(max_tokens=100, n=4))
+    await anext(running)
+    with pytest.raises(QueueFull):
+        await last(llm, "<go>", greedy(n=9))
+    await running.aclose()
+    await until(lambda: is_idle(llm))
+    assert len((await last(llm, "<go>", greedy(n=13, max_tokens=2))).outputs) == 13, "there will never be more room"
+
+
 # ---- faults and ends -------------------------------------------------------------------------------------
 
 
@@ -254,6 +287,40 @@ async def test_shutdown_ends_running_requests(start: Start) -> None:
     await asyncio.wait_for(llm.shutdown(), 10)
 
 
+async def test_shutdown_does_not_wait_for_a_step_that_hangs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = await start()
+    hold = threading.Event()
+    original = llm._engine.step
+
+    def step() -> list[RequestOutput]:
+        hold.wait(10)
+        return original()
+
+    monkeypatch.setattr(llm._engine, "step", step)
+    task = asyncio.create_task(last(llm, "<go>", greedy()))
+    await until(lambda: llm.num_unfinished == 1)
+    assert await llm.shutdown(timeout=0.05) is False
+    hold.set()
+    assert await llm.shutdown(timeout=10) is True
+    with pytest.raises(RequestError, match="shut down"):
+        await task
+
+
+async def test_a_fault_as_a_client_hangs_up(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+
+        def finish(self: TextStream) -> str:
+            raise RuntimeError("a fault of ours")
+
+        patch.setattr(TextStream, "finish", finish)
+        stream = llm.generate("<loop>", greedy(max_tokens=100))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: is_idle(llm))
+    assert llm.is_healthy(1.0)
+    await assert_serves(llm)
+
+
 async def test_requests_that_come_while_it_shuts_down_do_not_hang(start: Start) -> None:
     llm = await start()
     running = asyncio.create_task(last(llm, "<loop>", greedy()))
@@ -262,7 +329,7 @@ async def test_requests_that_come_while_it_shuts_down_do_not_hang(start: Start) 
     ending = asyncio.create_task(llm.shutdown())
     late += [asyncio.create_task(last(llm, "<go>", greedy())) for _ in range(3)]
     results = await asyncio.wait_for(asyncio.gather(running, *late, ending, return_exceptions=True), 10)
-    assert results.pop() is None
+    assert results.pop() is True
     assert all(isinstance(result, RequestError | RequestOutput) for result in results)
     assert isinstance(results[-1], RequestError)
 
@@ -357,3 +424,36 @@ async def test_an_event_loop_that_ends_with_requests_running(llm: AsyncLLM, chai
     await in_threads(leave, stay)
     assert llm.is_healthy(5.0)
     await assert_serves(llm)
+
+
+# ---- what a request has given so far ---------------------------------------------------------------------
+
+
+def delta_of(number: int, *, index: int = 0, finished: bool = False) -> RequestOutput:
+    news = CompletionOutput(index=index, text="x", token_ids=[number], finish_reason="stop" if finished else None)
+    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1], outputs=[news], finished=finished)
+
+
+def test_a_snapshot_stays_as_it_is() -> None:
+    collector, deltas = OutputCollector(), [delta_of(1), delta_of(2, index=1), delta_of(3, finished=True)]
+    snapshots = []
+    for delta in deltas:
+        collector.add(delta)
+        snapshots.append(collector.snapshot())
+    assert [[out.token_ids for out in s.outputs] for s in snapshots] == [[[1]], [[1], [2]], [[1, 3], [2]]]
+    assert [[out.text for out in s.outputs] for s in snapshots] == [["x"], ["x", "x"], ["xx", "x"]]
+    assert [s.finished for s in snapshots] == [False, False, True]
+    assert [out.finish_reason for out in snapshots[-1].outputs] == ["stop", None]
+    assert deltas == [delta_of(1), delta_of(2, index=1), delta_of(3, finished=True)]
+
+
+def test_collecting_a_long_output_is_not_quadratic() -> None:
+    collector, count = OutputCollector(), 40_000
+    deltas = [delta_of(number) for number in range(count)]
+    began = time.process_time()
+    for delta in deltas:
+        collector.add(delta)
+    (out,) = collector.snapshot().outputs
+    assert time.process_time() - began < 1.0
+    assert out.token_ids == list(range(count))
+    assert len(out.text) == count

@@ -197,17 +197,7 @@ class ScriptedEngine:
         return outputs
 
     def _observe_step(self, host_seconds: float) -> None:
-        self.metrics.observe_step(
-            num_tokens=1,
-            host_seconds=host_seconds,
-            device_seconds=0.1,
-            running=1,
-            waiting=0,
-            blocks_held=1,
-            blocks_total=2,
-            slots_filled=1,
-            slots_held=16,
-        )
+        self.metrics.observe_step(num_tokens=1, host_seconds=host_seconds, device_seconds=0.1)
 
 
 def test_numbers_of_a_scripted_run() -> None:

@@ -15,6 +15,7 @@ from pagedjax import LLM, RequestOutput, SamplingParams
 from pagedjax.engine import Engine
 from pagedjax.generation import Generation, RunningRequest
 from pagedjax.request import SequenceState
+from pagedjax.text import TextStream
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,31 @@ def test_a_fault_when_its_news_are_gathered(
     assert_only_one_failed(run(engine), alone, caplog)
 
 
+def raise_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the news of the request ``bad`` never be gathered."""
+    original = RunningRequest.delta
+
+    def delta(self: RunningRequest) -> RequestOutput | None:
+        if self.request_id == "bad":
+            raise RuntimeError("a fault of ours")
+        return original(self)
+
+    monkeypatch.setattr(RunningRequest, "delta", delta)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_fault_whenever_its_news_are_gathered(
+    engine: Engine, chain: ChainModel, alone: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, n: int,
+) -> None:  # fmt: skip
+    raise_always(monkeypatch)
+    engine.add_request("bad", [chain.id("<loop>")], greedy(n=n))
+    add_neighbours(engine, chain)
+    outputs = run(engine)
+    assert_only_one_failed(outputs, alone, caplog)
+    assert [out.finish_reason for out in outputs["bad"].outputs] == ["error"] * n
+
+
 # ---- the device fails ------------------------------------------------------------------------------------
 
 
@@ -201,6 +227,27 @@ def test_the_device_fails_at_dispatch(
     outputs = run(engine)
     assert len(outputs) == len(NEIGHBOURS)
     assert all(out.finished and out.error for out in outputs.values())
+
+
+def test_the_device_fails_and_one_requests_news_too(
+    engine: Engine, chain: ChainModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request("bad", [chain.id("<loop>")], greedy())
+    add_neighbours(engine, chain)
+    raise_always(monkeypatch)
+    outputs = {output.request_id: output for output in engine.fail_all(device_error())}
+    assert outputs.keys() == {"bad", *(name for name, _ in NEIGHBOURS)}
+    assert all(output.finished and output.error for output in outputs.values())
+    assert_shown_idle(engine)
+
+
+def assert_shown_idle(engine: Engine) -> None:
+    numbers = engine.metrics.as_dict()
+    assert numbers["num_requests_running"] == 0
+    assert numbers["num_requests_waiting"] == 0
+    assert numbers["kv_cache_usage_perc"] == 0
+    assert numbers["kv_blocks{state=referenced}"] == 0
+    assert numbers["kv_blocks{state=free}"] == FLAGS["num_kv_blocks"]
 
 
 class Broken:
@@ -253,6 +300,61 @@ def test_abort_before_the_first_step(engine: Engine, chain: ChainModel) -> None:
     assert engine.num_waiting == 0
     engine.abort("gone")
     engine.abort("never heard of")
+
+
+def test_abort_does_not_end_the_text(engine: Engine, chain: ChainModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(self: TextStream) -> str:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(TextStream, "finish", finish)
+    engine.add_request("gone", [chain.id("<go>")], greedy(n=2))
+    engine.step()
+    engine.step()
+    assert engine.blocks_held > 0
+    engine.abort("gone")
+    assert engine.blocks_held == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_abort_of_the_last_request_is_shown(engine: Engine, chain: ChainModel, steps: int) -> None:
+    engine.add_request("gone", [chain.id("<go>")], greedy(n=10))
+    for _ in range(steps):
+        engine.step()
+    numbers = engine.metrics.as_dict()
+    assert (numbers["num_requests_running"], numbers["num_requests_waiting"]) == ((8, 2) if steps else (0, 0))
+    engine.abort("gone")
+    assert_shown_idle(engine)
+
+
+def test_the_seconds_of_a_step(engine: Engine, chain: ChainModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = engine._clock()
+    schedule, take = engine._scheduler.schedule, engine._take
+
+    def slow_schedule() -> Any:
+        nonlocal now
+        now += 1
+        return schedule()
+
+    def slow_take(*args: Any) -> None:
+        nonlocal now
+        now += 10
+        take(*args)
+
+    monkeypatch.setattr(engine, "_clock", lambda: now)
+    monkeypatch.setattr(engine._scheduler, "schedule", slow_schedule)
+    monkeypatch.setattr(engine, "_take", slow_take)
+    before = engine.metrics.as_dict()
+    engine.add_request("one", [chain.id("<go>")], greedy(max_tokens=1))
+    run(engine)
+    after = engine.metrics.as_dict()
+
+    def spent(name: str) -> float:
+        return after[name] - before[name]
+
+    assert spent("step_device_seconds_count") == 1
+    assert spent("step_host_seconds_sum") == pytest.approx(12)  # two plans, one token
+    # From its dispatch, through the next step's plan, until the host saw that it had ended: before its token is taken.
+    assert spent("step_device_seconds_sum") == pytest.approx(1)
 
 
 def test_abort_in_the_middle_of_a_prompt(engine: Engine, chain: ChainModel, alone: dict[str, RequestOutput]) -> None:

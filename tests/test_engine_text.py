@@ -386,12 +386,12 @@ async def async_llm(chain: ChainModel) -> AsyncIterator[AsyncLLM]:
 async def test_streamed_deltas_joined_are_the_whole(llm: LLM, chain: ChainModel, async_llm: AsyncLLM) -> None:
     for prompt, params in everything(chain):
         (whole,) = many(llm, [prompt], params)
-        collector, texts, last = OutputCollector(), [""] * params.n, None
+        collector, texts = OutputCollector(), [""] * params.n
         async for delta in async_llm.generate(prompt, params, delta=True):
             for out in delta.outputs:
                 texts[out.index] += out.text
-            last = collector.add(delta)
-        assert last is not None
+            collector.add(delta)
+        last = collector.snapshot()
         assert last.finished
         assert last.outputs == whole.outputs
         assert last.prompt_logprobs == whole.prompt_logprobs

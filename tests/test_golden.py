@@ -1,10 +1,24 @@
 """Every family against what Hugging Face computed, in every way that a request can be run."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_models import MAX_MODEL_LEN, MODELS, cases, engine, run
+from flax import nnx
+from golden_models import GOLDEN, MAX_MODEL_LEN, MODELS, cases, engine, run
 
-from pagedjax import RequestOutput, SamplingParams
+from pagedjax import (
+    KVCache,
+    PackedRow,
+    RequestOutput,
+    SamplingParams,
+    StepPacker,
+    StepShapes,
+    TokenInput,
+    init_kv_cache,
+    load_model,
+)
+from pagedjax.models import Decoder
 
 TOLERANCE = 2e-4  # float32: both sides round; the goldens' own noise is up to 1.4e-5
 PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=5, prompt_logprobs=20)
@@ -31,6 +45,29 @@ def check(model: str, outputs: list[RequestOutput]) -> None:
             assert len(of_prompt) >= 20
             for token, found_here in of_prompt.items():
                 assert found_here.logprob == pytest.approx(expected[token], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_logits(model: str) -> None:
+    """The logits themselves, of every prompt token, with the prompt whole and in chunks of 16."""
+    graphdef, params, config = load_model(str(GOLDEN / model), dtype="float32", show_progress=False)
+    shapes = StepShapes.plan(config, num_blocks=6, token_budget=64)
+
+    @jax.jit
+    def logits(cache: KVCache, tokens: TokenInput) -> tuple[KVCache, jax.Array]:
+        decoder: Decoder = nnx.merge(graphdef, params)
+        hidden, cache = decoder(tokens.token_ids, tokens.positions, tokens.slots, cache, tokens.batch)
+        return cache, decoder.logits(hidden)
+
+    for case in cases(model):
+        for chunk in (64, 16):
+            cache, found, packer = init_kv_cache(config, 6), [], StepPacker(shapes)
+            for start in range(0, len(case.prompt), chunk):
+                part = case.prompt[start : start + chunk]
+                row = PackedRow(0, start, part, [4, 1, 5], samples=False)
+                cache, of_part = logits(cache, packer.pack([row], 0, jnp.zeros(8, jnp.int32)).tokens)
+                found.append(np.asarray(of_part)[: len(part)])
+            np.testing.assert_allclose(np.concatenate(found)[case.logits_start :], case.logits, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,10 +1,10 @@
 """Reading a Hugging Face config.json, in its old and its new style, so that nothing in it is silently ignored."""
 
-import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from pagedjax.config import LayerConfig, ModelConfig, RopeConfig, UserError
+from pagedjax.config import LayerConfig, ModelConfig, UserError
 
 # These say how a model was made, trained or stored; its results do not depend on them.
 _HARMLESS = frozenset(
@@ -104,62 +104,146 @@ _ACTIVATIONS = {
 }
 
 
-class ConfigReader:
-    """A config.json being read: it knows what was asked for, and refuses by name what nobody can honour."""
+MOST = 2**31 - 1  # sizes, positions and token ids are 32-bit integers on the device
 
-    def __init__(self, raw: Mapping[str, Any]):
+
+class ConfigReader:
+    """A config.json being read: it knows what was asked for, and refuses by name what nobody can honour.
+
+    An absent field has the family's default; null is a value of its own, which only the ``optional_`` readers take.
+
+    Args:
+        raw: the file's content.
+        defaults: what an absent field means, by name.
+        within: what stands before a field's name in messages, where ``raw`` is a part of the file.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, within: str = ""):
         self._raw = raw
+        self._defaults = defaults or {}
+        self._within = within
         self._read: set[str] = set()
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The field's value, or ``default`` where it is absent or null."""
-        self._read.add(name)
-        value = self._raw.get(name)
-        return default if value is None else value
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
+        """A fresh reader of the same content, in which absent fields have these values."""
+        return ConfigReader(self._raw, defaults, self._within)
 
-    def require(self, name: str) -> Any:
-        """The field's value.
+    def integer(self, name: str, *, least: int = 1, most: int = MOST) -> int:
+        """A field that is a whole number from ``least`` to ``most``.
 
         Raises:
-            UserError: it is absent or null.
+            UserError: it is something else, or there is none.
         """
-        value = self.get(name)
+        return self._needed(name, self.optional_integer(name, least=least, most=most))
+
+    def optional_integer(self, name: str, *, least: int = 1, most: int = MOST) -> int | None:
+        """The same, or None where the field is null, or absent without a default.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self._value(name)
         if value is None:
-            raise UserError(f"config.json lacks {name}: take the file from the model's own publisher")
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._malformed(name, value, f"a whole number from {least} to {most}")
         return value
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A field that is a positive whole number; required where there is no default.
+    def number(self, name: str) -> float:
+        """A field that is a number above 0.
+
+        Raises:
+            UserError: it is something else, or there is none.
+        """
+        return self._needed(name, self.optional_number(name))
+
+    def optional_number(self, name: str, *, zero: bool = False) -> float | None:
+        """The same, or None where the field is null, or absent without a default; ``zero`` lets 0 pass.
 
         Raises:
             UserError: it is something else.
         """
-        value = self.require(name) if default is None else self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"config.json: {name} is {value!r}, where a positive whole number belongs")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """A field that is a number.
-
-        Raises:
-            UserError: it is something else.
-        """
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"config.json: {name} is {value!r}, where a number belongs")
+        value = self._value(name)
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Bounds well within float32, in which the device computes; NaN fails them too.
+        if not is_number or not (1e-30 <= value <= 1e30 or (zero and value == 0)):
+            raise self._malformed(name, value, "a number from 0 up" if zero else "a number above 0")
         return float(value)
 
-    def activation(self, name: str, default: str) -> str:
+    def flag(self, name: str) -> bool:
+        """A field that is true or false; null means its default, and without a default false.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self._value(name)
+        if value is None:
+            value = self._defaults.get(name, False)
+        if not isinstance(value, bool):
+            raise self._malformed(name, value, "true or false")
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        """A field that is a string; None where it is null or absent.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self._value(name)
+        if value is not None and not isinstance(value, str):
+            raise self._malformed(name, value, "a string")
+        return value
+
+    def optional_list(self, name: str) -> list[Any] | None:
+        """A field that is a list of anything; None where it is null or absent.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self._value(name)
+        if value is not None and not isinstance(value, list):
+            raise self._malformed(name, value, "a list")
+        return value
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A field that is an object, without its nulls; empty where it is null or absent.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self._value(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._malformed(name, value, "an object")
+        return {key: item for key, item in (value or {}).items() if item is not None}
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """A field that is a token id or a list of them; empty where it is null, or absent without a default.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self._value(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MOST for i in ids):
+            raise self._malformed(name, value, "a token id or a list of them")
+        return tuple(ids)
+
+    def activation(self, name: str) -> str:
         """The MLP's activation in ``ModelConfig``'s words.
 
         Raises:
-            UserError: it is one that is not supported.
+            UserError: it is one that is not supported, or there is none.
         """
-        value = self.get(name, default)
+        value = self._needed(name, self.optional_text(name))
         if value not in _ACTIVATIONS:
             raise unsupported(name, value)
         return _ACTIVATIONS[value]
+
+    def left(self) -> dict[str, Any]:
+        """What was not read so far."""
+        return {name: value for name, value in self._raw.items() if name not in self._read}
 
     def unread(self) -> tuple[str, ...]:
         """Names that nothing here knows, to be shown to the user.
@@ -167,69 +251,32 @@ class ConfigReader:
         Raises:
             UserError: a field that changes the result was not read and is not off.
         """
-        left = {name: value for name, value in self._raw.items() if name not in self._read | _HARMLESS}
+        left = {name: value for name, value in self.left().items() if name not in _HARMLESS}
         for name, value in left.items():
             if name in _NEUTRAL and value not in _NEUTRAL[name]:
                 raise unsupported(name, value)
         return tuple(sorted(name for name, value in left.items() if name not in _NEUTRAL and value is not None))
 
+    def _value(self, name: str) -> Any:
+        self._read.add(name)
+        return self._raw.get(name, self._defaults.get(name))
+
+    def _needed[T](self, name: str, value: T | None) -> T:
+        if value is None:
+            raise UserError(f"config.json lacks {self._within}{name}: take the file from the model's own publisher")
+        return value
+
+    def _malformed(self, name: str, value: object, wanted: str) -> UserError:
+        return UserError(f"config.json: {self._within}{name} is {reprlib.repr(value)}, where {wanted} belongs")
+
 
 def unsupported(name: str, value: object) -> UserError:
     """The error for a field whose value changes the result in a way that is not built."""
-    return UserError(f"config.json: {name} = {value!r} changes the model's results and is not supported")
-
-
-def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfig:
-    """Rotary settings where every layer has the same: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
-    parameters = dict(reader.get("rope_parameters", {}))
-    scaling = dict(reader.get("rope_scaling", {}))
-    theta = reader.number("rope_theta", default_theta)
-    return rope_config(reader, {"rope_theta": theta, **scaling, **parameters})
-
-
-def rope_config(reader: ConfigReader, fields: Mapping[str, Any]) -> RopeConfig:
-    """One kind of rotary from its fields.
-
-    Raises:
-        UserError: the ``rope_type`` or a field of it is not supported, or a needed one is missing.
-    """
-    fields = {name: value for name, value in fields.items() if value is not None}
-    kind = fields.pop("rope_type", fields.pop("type", "default"))
-    fields.pop("type", None)
-    longest = reader.integer("max_position_embeddings", 2048)
-    original = fields.pop("original_max_position_embeddings", None) or reader.get("original_max_position_embeddings")
-    config: dict[str, Any] = {"rope_type": kind, "theta": float(fields.pop("rope_theta"))}
-    if kind in ("linear", "dynamic", "llama3", "yarn"):
-        factor = fields.pop("factor", None)
-        if factor is None and kind == "yarn" and original:
-            factor = longest / original
-        if not isinstance(factor, int | float) or factor < 1:
-            raise UserError(f"config.json: rope_scaling of type {kind} needs a factor of at least 1, got {factor!r}")
-        config["factor"] = float(factor)
-    if kind in ("llama3", "yarn", "dynamic"):
-        config["original_max_position"] = longest if kind == "dynamic" else int(original or longest)
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            config[name] = float(fields.pop(name))
-    if kind == "yarn":
-        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"):
-            if name in fields:
-                config[name] = fields.pop(name)
-    if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
-        raise unsupported("rope_type", kind)
-    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise unsupported("partial_rotary_factor", "other than 1")
-    if kind != "default" and fields:
-        raise unsupported(f"rope_scaling.{sorted(fields)[0]}", next(iter(fields.values())))
-    return RopeConfig(**config)
+    return UserError(f"config.json: {name} = {reprlib.repr(value)} changes the model's results and is not supported")
 
 
 def read_decoder(
-    reader: ConfigReader,
-    family: str,
-    layers: tuple[LayerConfig, ...],
-    head_dim: int | None = None,
-    **own: Any,
+    reader: ConfigReader, family: str, layers: tuple[LayerConfig, ...], max_model_len: int, **own: Any
 ) -> ModelConfig:
     """The fields that every family's config.json shares, and the family's ``own``.
 
@@ -237,12 +284,15 @@ def read_decoder(
         UserError: a field is missing, malformed or not supported.
     """
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
-    head_dim = reader.integer("head_dim", head_dim or hidden // heads)
-    kv_heads = reader.integer("num_key_value_heads", heads)
-    if heads % kv_heads or head_dim % 2:
-        raise UserError(f"config.json: {heads} heads of {head_dim} do not go with {kv_heads} key-value heads")
-    eos = reader.get("eos_token_id", [])
-    bos = reader.get("bos_token_id")
+    head_dim = reader.optional_integer("head_dim") or hidden // heads
+    kv_heads = reader.optional_integer("num_key_value_heads") or heads
+    if heads % kv_heads or head_dim % 2 or not head_dim:
+        raise UserError(
+            f"config.json: num_attention_heads {heads}, head_dim {head_dim} and num_key_value_heads {kv_heads} "
+            "do not go together: take the file from the model's own publisher"
+        )
+    bos = reader.token_ids("bos_token_id")
+    dtype, older = reader.optional_text("dtype"), reader.optional_text("torch_dtype")
     fields: dict[str, Any] = {
         "family": family,
         "vocab_size": reader.integer("vocab_size"),
@@ -252,20 +302,21 @@ def read_decoder(
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "layers": layers,
-        "max_model_len": _max_model_len(reader, layers),
-        "norm_eps": reader.number("rms_norm_eps", 1e-6),
-        "activation": reader.activation("hidden_act", "silu"),
-        "tied_embeddings": bool(reader.get("tie_word_embeddings", False)),
+        "max_model_len": max_model_len,
+        "norm_eps": reader.number("rms_norm_eps"),
+        "tied_embeddings": reader.flag("tie_word_embeddings"),
         "attention_scale": head_dim**-0.5,
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,),
-        "bos_token_id": bos[0] if isinstance(bos, list) else bos,
-        "dtype": str(reader.get("dtype", reader.get("torch_dtype", "bfloat16"))).removeprefix("torch."),
+        "eos_token_ids": reader.token_ids("eos_token_id"),
+        "bos_token_id": bos[0] if bos else None,
+        "dtype": (dtype or older or "bfloat16").removeprefix("torch."),
     }
     return ModelConfig(**(fields | own), unread=reader.unread())
 
 
-def _max_model_len(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> int:
-    """The greatest context in tokens: scaling of the older types stretches what the config states."""
-    longest = reader.integer("max_position_embeddings", 2048)
-    stretched = [layer.rope for layer in layers if layer.rope.rope_type in ("linear", "dynamic")]
-    return longest * math.floor(max((rope.factor for rope in stretched), default=1.0))
+def num_layers(reader: ConfigReader) -> int:
+    """How many layers there are; the bound is far above any model's, and keeps a broken file from filling memory.
+
+    Raises:
+        UserError: it is no such number.
+    """
+    return reader.integer("num_hidden_layers", most=10_000)

@@ -20,12 +20,13 @@ from fake_engine import SCRIPT, FakeLLM
 from pagedjax import UserError
 from server import ServerConfig, serve
 from server.app import LOADED
-from server.state import STATE
+from server.errors import ApiError
+from server.state import STATE, ServerState
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 30}
 
 PROGRAM = """
-import sys, time
+import sys, threading, time
 sys.path[:0] = {path!r}
 from fake_engine import FakeLLM
 from pagedjax import UserError
@@ -118,6 +119,25 @@ async def test_draining_ends_what_takes_too_long(served_with: Any, llm: FakeLLM)
     assert not llm.running
 
 
+async def test_draining_while_a_request_that_took_too_long_still_ends() -> None:
+    state = ServerState(ServerConfig(request_timeout=0.02, shutdown_timeout=0.05))
+    state.ready(cast(Any, FakeLLM()))
+
+    async def slow() -> None:
+        async with state.generation():
+            try:
+                await asyncio.sleep(10)
+            finally:
+                await asyncio.sleep(0.2)  # longer than the server waits
+
+    request = asyncio.create_task(slow())
+    await asyncio.sleep(0)
+    await state.drain()
+    assert not request.done()
+    with pytest.raises(ApiError):
+        await request
+
+
 async def test_request_timeout(served_with: Any, llm: FakeLLM) -> None:
     llm.step_seconds = 0.05
     served = await served_with(request_timeout=0.1)
@@ -193,6 +213,15 @@ def test_a_signal_while_loading(started: Any) -> None:
     assert process.wait(5) == 0
 
 
+def test_an_engine_that_never_ends(started: Any) -> None:
+    load = "threading.Thread(target=time.sleep, args=(60,)).start(); return FakeLLM(hangs=True)"
+    process, _ = started(load=load)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 0
+    assert process.stderr is not None
+    assert "did not end" in process.stderr.read()
+
+
 def test_a_second_signal(started: Any) -> None:
     process, lines = started(load="return FakeLLM(step_seconds=5)")
     url = lines[-1].strip().removeprefix("pagedjax: ready on ")
@@ -240,6 +269,10 @@ def test_a_taken_port() -> None:
         ({"shutdown_timeout": -1}, "--shutdown-timeout"),
         ({"hang_timeout": 0}, "--hang-timeout"),
         ({"request_timeout": 0}, "--request-timeout"),
+        ({"request_timeout": float("nan")}, "--request-timeout"),
+        ({"request_timeout": float("inf")}, "--request-timeout"),
+        ({"hang_timeout": float("nan")}, "--hang-timeout"),
+        ({"shutdown_timeout": float("nan")}, "--shutdown-timeout"),
     ],
     ids=str,
 )

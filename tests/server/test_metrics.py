@@ -5,10 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagedjax.metrics import Metrics
 
-STEP: dict[str, Any] = {
-    "num_tokens": 20,
-    "host_seconds": 0.001,
-    "device_seconds": 0.03,
+OCCUPANCY: dict[str, Any] = {
     "running": 2,
     "waiting": 1,
     "blocks_held": 3,
@@ -21,7 +18,8 @@ STEP: dict[str, Any] = {
 @pytest.fixture
 def metrics() -> Metrics:
     metrics = Metrics("tiny")
-    metrics.observe_step(**STEP)
+    metrics.observe_step(num_tokens=20, host_seconds=0.001, device_seconds=0.03)
+    metrics.set_occupancy(**OCCUPANCY)
     metrics.observe_first_token(0.07)
     metrics.observe_token_gap(0.02)
     metrics.observe_token_gap(0.03)
@@ -96,6 +94,6 @@ def test_a_bound_belongs_to_its_bucket() -> None:
 
 def test_an_idle_engine_wastes_nothing() -> None:
     metrics = Metrics("tiny")
-    metrics.observe_step(**STEP | {"blocks_held": 0, "blocks_total": 12, "slots_filled": 0, "slots_held": 0})
+    metrics.set_occupancy(**OCCUPANCY | {"blocks_held": 0, "slots_filled": 0, "slots_held": 0})
     numbers = metrics.as_dict()
     assert (numbers["kv_cache_usage_perc"], numbers["kv_cache_fill_perc"]) == (0, 1)

@@ -95,6 +95,8 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((COMPLETIONS,), {"prompt": [[1], [True]]}, 400, "prompt"),
     ((COMPLETIONS,), {"prompt": {"text": "Hi"}}, 400, "prompt"),
     ((COMPLETIONS,), {"prompt": [999]}, 400, "prompt"),
+    ((COMPLETIONS,), {"prompt": ["a"] * 1025}, 400, "prompt"),
+    ((COMPLETIONS,), {"prompt": [[1]] * 1025}, 400, "prompt"),
     ((COMPLETIONS,), {"prompt": ["a", "b" * 300]}, 400, "prompt"),
     ((COMPLETIONS,), {"max_tokens": 255}, 400, "prompt"),
     ((COMPLETIONS,), {"logprobs": 21}, 400, "logprobs"),
@@ -335,3 +337,28 @@ async def test_without_a_template_or_a_tokenizer(served_with: Any) -> None:
     assert status == 200
     assert body["choices"][0]["text"] == ""
     assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:0", "token_id:1"]
+
+
+async def test_a_prompt_may_have_more_tokens_than_a_request_may_have_prompts(served: Any, llm: FakeLLM) -> None:
+    llm.max_model_len = 4096
+    status, _ = await served.post(COMPLETIONS, VALID[COMPLETIONS] | {"prompt": [1] * 1025})
+    assert status == 200
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["a" * 10_000] * 17),
+        ("bad_words", ["a" * 10_000, ""]),
+        ("stop_token_ids", [1] * 10_000 + [-1]),
+        ("n", 10**3000),
+        ("seed", 10**3000),
+    ],
+)
+async def test_a_huge_value_is_not_sent_back(served: Any, path: str, field: str, value: Any) -> None:
+    status, body = await served.post(path, VALID[path] | {field: value})
+    assert status == 400
+    message = check_error(body, field)["message"]
+    assert message.startswith(field)
+    assert len(message) < 400
