@@ -41,11 +41,10 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     dtype = resolve_dtype(config.dtype)
     checkpoint = open_checkpoint(config.model, config.load_format, dtype=dtype, tokenizer=config.tokenizer)
     backend = resolve_backend(config.attention_backend)
-    with ThreadPoolExecutor(1) as pool:  # a large vocabulary takes a second, in code that lets Python go on
-        folder = checkpoint.tokenizer_dir
-        loading = pool.submit(Tokenizer.load, folder, chat_template) if folder else None
-        graphdef, params, model = build_model(checkpoint, dtype, attention_backend=backend, seed=config.seed)
-        tokenizer = loading.result() if loading else None
+    pool = ThreadPoolExecutor(1)  # a large vocabulary takes a second, in code that lets Python go on
+    folder = checkpoint.tokenizer_dir
+    tokenizing = pool.submit(Tokenizer.load, folder, chat_template) if folder else None
+    graphdef, params, model = build_model(checkpoint, dtype, attention_backend=backend, seed=config.seed)
     if model.unread:
         say(f"config.json has fields that nothing here reads: {', '.join(model.unread)}")
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -61,6 +60,7 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     runner = StepRunner(graphdef, params, model, shapes, dtype)
     started = time.perf_counter()
     memory = runner.warm_up(lambda shape, seconds: say(f"compiled the step of {shape} in {seconds:.1f} s"))
+    tokenizer = tokenizing.result() if tokenizing else None
     say(f"{runner.num_compiled} shapes compiled in {time.perf_counter() - started:.1f} s")
     for line in startup_report(model, sizes, dtype, weight_bytes, memory.temporaries + memory.outputs, backend):
         say(line)

@@ -51,11 +51,12 @@ class StepRunner:
         self.last_tokens = jnp.zeros(shapes.num_lanes, jnp.int32)  # each lane's, of the last step dispatched
 
     def warm_up(self, on_compiled: OnCompiled | None = None) -> CompiledMemory:
-        """Compile every shape, the largest first, then make the cache and run a step on nothing.
+        """Make the cache, compile every shape, the largest first, and run a step on nothing.
 
         Args:
             on_compiled: told the shape and its seconds each time one is ready.
         """
+        self.reset()  # filled in the background, while Python traces
         packer, shapes = StepPacker(self.shapes), self.shapes
         steps = [
             packer.pack([], 0, self.last_tokens, bucket=b, row_bucket=shapes.row_buckets[0]) for b in shapes.buckets
@@ -80,7 +81,6 @@ class StepRunner:
         finally:  # after Ctrl-C nothing more is begun
             pool.shutdown(wait=False, cancel_futures=True)
         stats = [compiled.memory_analysis() for compiled in (*self._forward.values(), *self._sample.values())]
-        self.reset()
         jax.block_until_ready(self.dispatch(steps[0]))  # the smallest; none of the others has anything left to do
         return CompiledMemory(
             temporaries=max(s.temp_size_in_bytes for s in stats),

@@ -19,7 +19,7 @@ _MOST_NAMED = 8  # tensors that an error message lists
 
 
 class LoadedModel(NamedTuple):
-    """A model ready for ``step``: ``nnx.split``'s graph definition and parameters, and the model's shape."""
+    """A model: ``nnx.split``'s graph definition and parameters (ready for ``step``), and its configuration."""
 
     graphdef: Any
     params: Any
@@ -69,18 +69,18 @@ def build_model(
     config = _with_generation_eos(parse_config(checkpoint.config), checkpoint.generation_config).replace(dtype=dtype)
     decoder = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), resolve_backend(attention_backend)))
     graphdef, abstract = nnx.split(decoder)
-    shapes = dict(nnx.to_flat_state(abstract))
+    flat = nnx.to_flat_state(abstract)
+    shapes = {path: leaf.shape for path, leaf in flat}
     specs = weight_specs(config)
     if not checkpoint.is_dummy:
-        _check_tensors(checkpoint, specs, {path: leaf.shape for path, leaf in shapes.items()})
+        _check_tensors(checkpoint, specs, shapes)
     loaded = {}
     for index, spec in enumerate(tqdm(specs, "loading weights", unit="tensor", disable=not show_progress)):
-        shape = shapes[spec.path].shape
         if checkpoint.is_dummy:
-            loaded[spec.path] = _random_param(config, spec, shape, dtype, (seed, index))
+            loaded[spec.path] = _random_param(config, spec, shapes[spec.path], dtype, (seed, index))
         else:
-            loaded[spec.path] = _read_param(checkpoint, spec, shape, dtype)
-    leaves = [(path, leaf.replace(value=loaded.pop(path))) for path, leaf in nnx.to_flat_state(abstract)]
+            loaded[spec.path] = _read_param(checkpoint, spec, shapes[spec.path], dtype)
+    leaves = [(path, leaf.replace(value=loaded.pop(path))) for path, leaf in flat]
     return LoadedModel(graphdef, nnx.from_flat_state(leaves), config)
 
 
@@ -158,9 +158,11 @@ def _read_param(checkpoint: Checkpoint, spec: WeightSpec, shape: tuple[int, ...]
     whole = np.empty(shape, jnp.dtype(dtype))
     at = 0
     for name in spec.sources:
-        tensor = checkpoint.read(name)
+        tensor = checkpoint.read(name).astype(whole.dtype, copy=False)
         tensor = tensor.T if spec.transpose else tensor
-        whole[..., at : at + tensor.shape[-1]] = tensor
+        # As plain bits: NumPy moves a dtype that it does not know itself one element at a time.
+        bits = np.dtype(f"u{whole.dtype.itemsize}")
+        whole.view(bits)[..., at : at + tensor.shape[-1]] = tensor.view(bits)
         at += tensor.shape[-1]
     return jnp.asarray(whole)
 
