@@ -51,7 +51,7 @@ class StepShapes:
         longest = max_model_len or min(config.max_model_len, num_blocks * block_size)
         buckets = [min_rows(config.dtype)]
         while buckets[-1] < token_budget:
-            buckets.append(buckets[-1] * 2)
+            buckets.append(min(buckets[-1] * 2, -(-token_budget // DECODE_GROUP) * DECODE_GROUP))
         num_lanes = -(-max_num_seqs // DECODE_GROUP) * DECODE_GROUP
         row_buckets = [DECODE_GROUP]
         while row_buckets[-1] < num_lanes:

@@ -41,7 +41,9 @@ class StepRunner:
 
     def __init__(self, graphdef: Any, params: Any, config: ModelConfig, shapes: StepShapes, dtype: str):
         self.shapes = shapes
-        self._graphdef, self._params = graphdef, params
+        self._graphdef = graphdef
+        # As a plain list: taking an nnx state apart is Python's work, at every step, for every parameter.
+        self._params, self._params_tree = jax.tree.flatten(params)
         self._new_cache = partial(init_kv_cache, config, shapes.num_blocks, shapes.block_size, dtype)
         self._kv_cache: KVCache | None = None
         self._forward: dict[int, Any] = {}  # by tokens
@@ -117,14 +119,18 @@ class StepRunner:
         return len(self._forward) + len(self._sample)
 
     def _lower_forward(self, tokens: TokenInput) -> Any:
+        def run(params: list[jax.Array], kv_cache: KVCache, tokens: TokenInput, last_tokens: jax.Array) -> Any:
+            return forward(self._graphdef, jax.tree.unflatten(self._params_tree, params), kv_cache, tokens, last_tokens)
+
         cache = jax.eval_shape(self._new_cache)
-        jitted = jax.jit(forward, static_argnums=0, donate_argnums=2)
-        return jitted.lower(self._graphdef, self._params, cache, tokens, self.last_tokens)
+        return jax.jit(run, donate_argnums=1).lower(self._params, cache, tokens, self.last_tokens)
 
     def _lower_sample(self, rows: RowInput) -> Any:
+        def run(params: list[jax.Array], *inputs: Any) -> Any:
+            return sample_rows(self._graphdef, jax.tree.unflatten(self._params_tree, params), *inputs)
+
         token_ids = jax.eval_shape(self._new_cache).token_ids
-        jitted = jax.jit(sample_rows, static_argnums=0)
-        return jitted.lower(self._graphdef, self._params, token_ids, self._hidden, rows, self.last_tokens)
+        return jax.jit(run).lower(self._params, token_ids, self._hidden, rows, self.last_tokens)
 
 
 def _compile(lowered: Any) -> tuple[Any, float]:
