@@ -1,6 +1,5 @@
 """``pagedjax bench throughput``: many requests at once, and what each of them waited for."""
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pagedjax.config import EngineConfig, SamplingParams, UserError
 from pagedjax.engine import Engine
 from pagedjax.loading import Say, load_engine, say_on_stderr
 from pagedjax.request import RequestMetrics
+from pagedjax.sizing import MIB, resident_memory
 from pagedjax.traces import read_trace
 from pagedjax.weights import resolve_dtype
 
@@ -117,8 +117,8 @@ def bench_throughput(
     numbers = measure(engine, prompts, [output for _, output in lengths])
     device = jax.devices()[0]
     return numbers | {
-        # Linux counts it in KiB.
-        "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        # Not getrusage's: Linux starts that with the memory of the process that started this one.
+        "peak_rss_mib": round(resident_memory()[1] / MIB, 1),
         "version": version,
         "jax": jax.__version__,
         "device": f"{device.device_kind} ({device.platform})",
