@@ -18,7 +18,7 @@ class Sequence:
     """One sampled continuation of a prompt, as the scheduler sees it.
 
     The scheduler works with counts alone. ``num_tokens`` counts every token whose *place* is known, also the one that
-    the step in flight is sampling right now (``num_pending`` is then 1); ``num_computed`` counts tokens whose K and V
+    a step in flight is sampling right now (``num_pending`` of them); ``num_computed`` counts tokens whose K and V
     are in the cache, or will be when the step in flight ends. Scheduling lets the second catch up with the first.
     """
 
@@ -52,11 +52,6 @@ class Sequence:
     def num_known_output(self) -> int:
         """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Output tokens that the host knows."""
-        return self.token_ids[self.num_prompt :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The device end of the engine: parameters, cache and the compiled steps, one per token bucket."""
+"""The device end of the engine: parameters, cache, and the compiled programs, one per bucket of tokens or of rows."""
 
 import time
 from collections.abc import Callable
