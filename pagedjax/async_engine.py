@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from pagedjax.config import EngineConfig, SamplingParams
+from pagedjax.config import BeamSearchParams, EngineConfig, SamplingParams
 from pagedjax.engine import Engine
 from pagedjax.loading import Say, load_engine, say_on_stderr
 from pagedjax.metrics import Metrics
@@ -120,11 +120,12 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: str | list[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         request_id: str | None = None,
         delta: bool = False,
         add_special_tokens: bool = True,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: yields its output as it grows, at most once a step.
 
@@ -132,10 +133,11 @@ class AsyncLLM:
 
         Args:
             prompt: text or token ids.
-            params: how to sample.
+            params: how to sample, or to search: a beam search yields its hypotheses when it is over, best first.
             request_id: a name of its own; made up where there is none.
             delta: yield only what is new each time, instead of everything so far.
             add_special_tokens: to a text, as the tokenizer does (its beginning-of-sequence token).
+            cache_salt: only requests with the same one share blocks in the prefix cache.
 
         Raises:
             ValueError: the request can't be served; the message begins with the field at fault.
@@ -149,7 +151,7 @@ class AsyncLLM:
         text = prompt if isinstance(prompt, str) else None
         collector = OutputCollector()
         try:
-            await self._call(lambda: self._add(stream, request_id, token_ids, params, text))
+            await self._call(lambda: self._add(stream, request_id, token_ids, params, text, cache_salt))
             finished = False
             while not finished:
                 output = await stream.deltas.get()
@@ -163,6 +165,14 @@ class AsyncLLM:
                     yield collector.snapshot()
         finally:
             self._commands.put(lambda: self._abort(request_id, stream))
+
+    async def blocks(self) -> dict[str, Any]:
+        """Every block of the pool and every sequence, between two steps, as `snapshot.pool_snapshot` describes them.
+
+        Raises:
+            RequestError: the engine has ended.
+        """
+        return await self._call(self._engine.snapshot)
 
     async def shutdown(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (a thread is not cancelled)
         """End the engine's thread; requests that run end with ``RequestError``, as do later ones.
@@ -186,9 +196,9 @@ class AsyncLLM:
             return self.tokenizer.encode(prompt, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens)
 
-    async def _call(self, function: Callable[[], None]) -> None:
-        """Run in the engine's thread, between two steps; raises what it raises."""
-        done: Future[None] = Future()
+    async def _call[T](self, function: Callable[[], T]) -> T:
+        """Run in the engine's thread, between two steps; returns what it returns and raises what it raises."""
+        done: Future[T] = Future()
 
         def command() -> None:
             if not done.set_running_or_notify_cancel():
@@ -196,8 +206,7 @@ class AsyncLLM:
             try:
                 if self._ended:
                     raise RequestError(self._ended)
-                function()
-                done.set_result(None)
+                done.set_result(function())
             except BaseException as error:  # noqa: BLE001 goes to the caller, whatever it is
                 done.set_exception(error)
 
@@ -205,7 +214,7 @@ class AsyncLLM:
             if self._ended:
                 raise RequestError(self._ended)
             self._commands.put(command)
-        await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(done)
 
     # ---- the engine's thread ----
 
@@ -259,16 +268,23 @@ class AsyncLLM:
             self._last_step = time.monotonic()
 
     def _add(
-        self, stream: _Stream, request_id: str, token_ids: list[int], params: SamplingParams, text: str | None
+        self,
+        stream: _Stream,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        text: str | None,
+        cache_salt: str | None,
     ) -> None:
         engine = self._engine
         # Nothing that ends would make more room than an idle engine has.
         if self._max_queue is not None and engine.has_work:
-            waiting = engine.num_waiting + params.num_samples - engine.num_free_places
+            wanted = params.num_samples if isinstance(params, SamplingParams) else params.beam_width
+            waiting = engine.num_waiting + wanted - engine.num_free_places
             if waiting > self._max_queue:
                 engine.metrics.observe_rejection("queue_full")
                 raise QueueFull(f"{waiting} sequences would wait, over the limit of {self._max_queue}: try again later")
-        engine.add_request(request_id, token_ids, params, text)
+        engine.add_request(request_id, token_ids, params, text, cache_salt)
         self._streams[request_id] = stream
 
     def _abort(self, request_id: str, stream: _Stream) -> None:

@@ -38,7 +38,8 @@ class AttentionBatch:
     position ``kv_lens[s] - 1``. The first ``num_decodes`` sequences have one query each.
 
     Attributes:
-        block_tables: ``[S, max_blocks]`` int32 physical blocks; unused entries are any valid block.
+        block_tables: ``[S, max_blocks]`` int32 physical blocks; unused entries are any valid block. In a step's input
+            there is one for each cache group, ``[G, S, max_blocks]``; each layer attends through its group's.
         cu_q_lens: ``[S + 1]`` int32; sequences past ``num_seqs`` are empty.
         kv_lens: ``[S]`` int32 tokens of context, this step's included; 0 for padding.
         num_decodes, num_seqs: int32 scalars.

@@ -11,10 +11,12 @@ import numpy as np
 
 from pagedjax.config import EngineConfig, SamplingParams, UserError
 from pagedjax.engine import Engine
+from pagedjax.latency import latencies, throughput
 from pagedjax.loading import Say, load_engine, say_on_stderr
 from pagedjax.request import RequestMetrics
 from pagedjax.sizing import MIB, resident_memory
-from pagedjax.traces import read_trace
+from pagedjax.step_time import StepRecorder
+from pagedjax.traces import TraceRequest, read_trace
 from pagedjax.weights import resolve_dtype
 
 Lengths = tuple[int, int]  # prompt tokens, output tokens
@@ -64,19 +66,14 @@ class Workload:
         requests = read_trace(self.trace, self.num_prompts)
         if len(requests) < self.num_prompts:
             raise UserError(f"{self.trace} has {len(requests)} requests: give --num-prompts no more")
-        pairs = ((request.prompt_tokens, request.output_tokens) for request in requests)
-        return [(self._scaled(prompt), self._scaled(output)) for prompt, output in pairs]
-
-    def _scaled(self, tokens: int) -> int:
-        return max(1, round(tokens * self.trace_scale))
+        scaled = (request.scaled(self.trace_scale) for request in requests)
+        return [(request.prompt_tokens, request.output_tokens) for request in scaled]
 
 
 def clip(lengths: Sequence[Lengths], max_model_len: int) -> tuple[list[Lengths], int]:
     """Lengths that fit, the prompt shortened before the output, and how many had to be clipped."""
-    clipped = []
-    for prompt, output in lengths:
-        kept = min(output, max_model_len - 1)
-        clipped.append((min(prompt, max_model_len - kept), kept))
+    fitting = (TraceRequest(0.0, *pair).clipped(max_model_len) for pair in lengths)
+    clipped = [(request.prompt_tokens, request.output_tokens) for request in fitting]
     return clipped, sum(new != old for new, old in zip(clipped, lengths, strict=True))
 
 
@@ -92,7 +89,7 @@ def random_prompts(
 
 
 def bench_throughput(
-    config: EngineConfig, workload: Workload, version: str, say: Say = say_on_stderr
+    config: EngineConfig, workload: Workload, version: str, say: Say = say_on_stderr, step_times: Path | None = None
 ) -> dict[str, Any]:
     """Load a model, run a workload on it, and return the numbers (CONTRACT: ``bench throughput``).
 
@@ -103,9 +100,10 @@ def bench_throughput(
         workload: what to run.
         version: of pagedjax, for the record.
         say: gets the lines of progress.
+        step_times: file that gets a record of each step (see ``step_time``).
 
     Raises:
-        UserError: the model can't be loaded, or the workload does not fit.
+        UserError: the model can't be loaded, the workload does not fit, or a file cannot be written.
     """
     lengths = workload.lengths()
     engine = load_engine(config, say=say)
@@ -114,7 +112,12 @@ def bench_throughput(
         if clipped:
             say(f"{clipped} of {len(lengths)} requests clipped to {engine.sizes.max_model_len} tokens in all")
     prompts = random_prompts(lengths, engine.vocab_size, workload.shared_prefix_len, config.seed)
+    recorder = StepRecorder(engine.shapes.buckets)
+    if step_times is not None:
+        engine.on_step = recorder
     numbers = measure(engine, prompts, [output for _, output in lengths])
+    if step_times is not None:
+        recorder.write(step_times)
     device = jax.devices()[0]
     return numbers | {
         # Not getrusage's: Linux starts that with the memory of the process that started this one.
@@ -195,30 +198,11 @@ def _numbers(
         itl += np.diff(tokens).tolist()
     output_tokens = sum(len(timeline.tokens) for timeline in timelines)
     steps = round(spent["step_host_seconds_count"])
-    return {
-        "num_prompts": len(timelines),
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "elapsed_s": round(elapsed, 4),
-        "requests_per_s": round(len(timelines) / elapsed, 3),
-        "output_tokens_per_s": round(output_tokens / elapsed, 2),
-        "total_tokens_per_s": round((prompt_tokens + output_tokens) / elapsed, 2),
-        "ttft_ms": _spread(ttft),
-        "tpot_ms": _spread(tpot),
-        "itl_ms": _spread(itl),
-        "e2el_ms": _spread(e2el),
+    numbers = throughput(len(timelines), prompt_tokens, output_tokens, elapsed)
+    numbers |= latencies(ttft=ttft, tpot=tpot, itl=itl, e2el=e2el)
+    return numbers | {
         "preemptions": round(spent["num_preemptions"]),
         "compiles_after_warmup": round(spent["compiles_after_warmup"]),
         "steps": steps,
         "host_ms_per_step": round(1000 * spent["step_host_seconds_sum"] / steps, 4),
     }
-
-
-def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """In milliseconds; None where there is nothing, as between the tokens of one-token outputs."""
-    if not seconds:
-        return None
-    ms = np.asarray(seconds) * 1000
-    spread = {"mean": ms.mean(), "median": np.median(ms)}
-    spread |= {"p90": np.percentile(ms, 90), "p99": np.percentile(ms, 99)}
-    return {name: round(float(value), 3) for name, value in spread.items()}

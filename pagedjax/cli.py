@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pagedjax.cli_flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS, add_flags, given
+from pagedjax.cli_flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS, SIMULATION_FLAGS, add_flags, given
 from pagedjax.config import EngineConfig, SamplingParams, UserError
 from pagedjax.prompts import Prompt, read_prompts
 
@@ -84,11 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure", description="Measure the engine.")
     benches = bench.add_subparsers(metavar="COMMAND", required=True)
     _add_throughput(benches)
+    _add_simulate(commands)
     for name, meaning in {"latency": "time one batch", "serve": "drive a server over HTTP"}.items():
         _add_not_built(benches, name, meaning)
     for name, meaning in {
         "plan": "say what fits, without loading the model",
-        "simulate": "replay a trace without a device",
         "convert": "convert a checkpoint",
     }.items():
         _add_not_built(commands, name, meaning)
@@ -155,8 +155,25 @@ def _add_throughput(commands: Any) -> None:
     load.add_argument("--trace", type=Path, metavar="FILE", help=meaning)
     meaning = "multiply the trace's lengths by it (default: 1)"
     load.add_argument("--trace-scale", type=float, default=1.0, metavar="F", help=meaning)
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    meaning = "write what each step computed and how long it took, for `simulate --step-time-model`"
+    command.add_argument("--step-times", type=Path, metavar="FILE", help=meaning)
+    _add_json(command)
     _add_model(command)
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+
+
+def _add_simulate(commands: Any) -> None:
+    usage = "%(prog)s TRACE --num-kv-blocks N --step-time-model FILE|fit [flags]"
+    meaning = "serve a recorded trace in simulated time, with the engine's own scheduler and no device"
+    command = _add_command(commands, "simulate", _simulate, meaning, usage=usage)
+    meaning = "Azure (.csv) or Mooncake (.jsonl) trace; may be .gz"
+    command.add_argument("trace", type=Path, metavar="TRACE", help=meaning)
+    add_flags(command, "server and load", SIMULATION_FLAGS)
+    _add_json(command)
+    command.add_argument("--record-plans", type=Path, metavar="FILE", help="write every plan there, as JSON lines")
 
 
 def _version() -> str:
@@ -225,19 +242,56 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def _throughput(args: argparse.Namespace) -> int:
     config = _engine_config(args)
-    if args.json is not None and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {args.json.parent}")
+    _check_folders(args, "json", "step_times")
     from pagedjax.bench import Workload, bench_throughput
 
     names = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "trace", "trace_scale")
     workload = Workload(**{name: getattr(args, name) for name in names})
-    line = json.dumps(bench_throughput(config, workload, _version()))
+    return _report(bench_throughput(config, workload, _version(), step_times=args.step_times), args.json)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    for name in ("num_kv_blocks", "step_time_model"):
+        if not hasattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} must be given; see {args.prog} --help")
+    _check_folders(args, "json", "record_plans")
+    from pagedjax.simulate import SimulationConfig, simulate
+    from pagedjax.step_time import load_step_time_model
+
+    config = SimulationConfig(**given(args, SIMULATION_FLAGS))
+    windows: tuple[int | None, ...] = (None,)
+    if config.model is not None:
+        from pagedjax.calibrate import cache_windows
+
+        windows = cache_windows(config.model)
+    if config.model is not None and config.step_time_model == "fit":
+        from pagedjax.calibrate import calibrate
+
+        names = ("model", "load_format", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        step_time = calibrate(EngineConfig(**{name: getattr(config, name) for name in names}))
+    else:
+        step_time = load_step_time_model(Path(config.step_time_model))
+    numbers = simulate(args.trace, config, step_time, windows=windows, record_plans=args.record_plans)
+    return _report(numbers | {"step_time_model": step_time.as_dict(), "version": _version()}, args.json)
+
+
+def _check_folders(args: argparse.Namespace, *names: str) -> None:
+    """Before anything long begins: a file to be written needs its folder."""
+    for name in names:
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"--{name.replace('_', '-')} {path}: there is no folder {path.parent}")
+
+
+def _report(numbers: dict[str, Any], path: Path | None) -> int:
+    """Print the numbers as one JSON object, and write them to a file if there is one."""
+    line = json.dumps(numbers)
     print(line)
-    if args.json is not None:
+    if path is not None:
         try:
-            args.json.write_text(line + "\n", encoding="utf-8")
+            path.write_text(line + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"--json {args.json} cannot be written: {error.strerror}") from None
+            raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
     return 0
 
 

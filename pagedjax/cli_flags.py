@@ -85,22 +85,27 @@ ENGINE_FLAGS = (
     ),
     Flag("max_num_seqs", "sequences that run at once; others wait", "64 on a CPU, else 256", int),
     Flag("max_num_batched_tokens", "tokens computed in one step", "512 on a CPU, else 2048", int),
-    Flag("enable_prefix_caching", "share the KV blocks of equal prompt beginnings; not built yet", "off", bool),
+    Flag("enable_prefix_caching", "share the KV blocks of equal prompt beginnings", "on", bool),
     Flag("kv_cache_dtype", "type of the KV cache; only auto is built", "auto", metavar="auto|int8|fp8"),
     Flag("quantization", "type to hold the weights in; not built yet", "as dtype", metavar="int8|int4|fp8"),
     Flag(
         "swap_space",
-        "host memory for the blocks of preempted requests; not built yet",
-        "none",
+        "host memory for the blocks of preempted requests, such as 4GiB",
+        "none; as much as the KV cache with --preemption-mode swap",
         metavar="SIZE",
     ),
     Flag(
         "preemption_mode",
-        "how preempted requests come back; swap is not built yet",
-        "recompute",
+        "how preempted requests come back: computed again, or from the swap space",
+        "swap where there is swap space, else recompute",
         metavar="recompute|swap",
     ),
-    Flag("scheduling_policy", "who runs next; priority is not built yet", "fcfs", metavar="fcfs|priority"),
+    Flag(
+        "scheduling_policy",
+        "who runs next: the first to come, or the least priority value",
+        "fcfs",
+        metavar="fcfs|priority",
+    ),
     Flag("tensor_parallel_size", "devices to spread the model over; not built yet", "1", int),
     Flag("speculative_config", "how to draft tokens ahead, as JSON; not built yet", "none", metavar="JSON"),
     Flag(
@@ -172,4 +177,38 @@ SAMPLING_FLAGS = (
     Flag("repetition_penalty", "divide the logits of what has come already; 1 for none", "1.0", float),
     Flag("bad_words", "text that must not come; may be repeated", "none", repeatable=True),
     Flag("skip_special_tokens", "leave special tokens out of the text", "on", bool),
+)
+
+# Every field of simulate.SimulationConfig, in its order.
+SIMULATION_FLAGS = (
+    Flag("num_kv_blocks", "blocks in the KV cache", "must be given", int),
+    Flag(
+        "step_time_model",
+        "what a step takes: a file of records (`bench throughput --step-times`) or of a fitted model; "
+        "fit runs --model here first",
+        "must be given",
+        metavar="FILE|fit",
+    ),
+    Flag("block_size", "tokens in a block", "16", int),
+    Flag("max_num_seqs", "sequences that run at once; others wait", "256", int),
+    Flag("max_num_batched_tokens", "tokens computed in one step", "2048", int),
+    Flag("max_model_len", "tokens of a request; longer ones are cut", "the trace's longest", int),
+    Flag("enable_prefix_caching", "share the blocks of equal prompt beginnings", "on", bool),
+    Flag("swap_space_blocks", "blocks in host memory for preempted requests; 0 computes them again", "0", int),
+    Flag("scheduling_policy", "who runs next", "fcfs", metavar="fcfs|priority"),
+    Flag(
+        "allocator",
+        "who gives out the memory: the block pool, or reserved lengths in one piece as before PagedAttention",
+        "paged",
+        metavar="paged|contiguous-max|contiguous-pow2|contiguous-oracle",
+    ),
+    Flag("n", "samples per request, which share its prompt", "1", int, options=("-n", "--n")),
+    Flag("num_requests", "the trace's first requests only", "all", int),
+    Flag("length_scale", "multiply all lengths by it", "1.0", float),
+    Flag(
+        "request_rate", "requests per second on average, the pauses in proportion; inf: at once", "the trace's", float
+    ),
+    Flag("speed_up", "divide all pauses by it", "none", float),
+    Flag("model", "model whose sliding windows the cache follows, and that fit runs", "none", metavar="MODEL"),
+    Flag("load_format", "kind of weight files for fit; dummy makes random weights", "auto"),
 )

@@ -1,7 +1,6 @@
 """What the user asked for: engine settings, sampling parameters and the shape of a model.
 
-The ground floor: it imports nothing of ours and no device library, so that the scheduler can be read, tested and
-simulated without one.
+The ground floor: it imports no device library, so that the scheduler can be read, tested and simulated without one.
 """
 
 import dataclasses
@@ -10,6 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pagedjax.cache_layout import CacheLayout, cache_layout
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -165,6 +166,11 @@ class SamplingParams:
                 _check_float("logit_bias", value, -100.0, 100.0)
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
     def num_samples(self) -> int:
         """Sequences that are sampled: ``best_of``, or ``n`` where it is not given."""
         return self.best_of or self.n
@@ -172,13 +178,29 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """Beam search with Hugging Face's ``generate(num_beams=)`` semantics."""
+    """Beam search with Hugging Face's ``generate(num_beams=)`` semantics.
+
+    A hypothesis scores the sum of its log-probabilities over ``length ** length_penalty``. ``early_stopping`` is
+    True, False or ``"never"``: ``beam.BeamSearch`` says when each ends the search. ``max_tokens`` None means what fits.
+
+    Raises:
+        ValueError: a value is out of its range; the message begins with the field's name.
+    """
 
     beam_width: int
-    max_tokens: int
+    max_tokens: int | None = 16
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | str = False
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, 1, MAX_SAMPLES)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_float("length_penalty", self.length_penalty, -4.0, 4.0)  # (2**31) ** 4 is still a float32
+        stopping = self.early_stopping
+        _check("early_stopping", isinstance(stopping, bool) or stopping == "never", 'true, false or "never"', stopping)
+        _check("ignore_eos", isinstance(self.ignore_eos, bool), "true or false", self.ignore_eos)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +223,11 @@ class EngineConfig:
     memory_utilization: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     swap_space: int | str | None = None
-    preemption_mode: str = "recompute"
+    preemption_mode: str | None = None
     scheduling_policy: str = "fcfs"
     tensor_parallel_size: int = 1
     speculative_config: str | None = None
@@ -219,10 +241,13 @@ class EngineConfig:
             "dtype": ("auto", "bfloat16", "float32"),
             "attention_backend": ("auto", "xla", "cpu", "pallas", "pallas-interpret"),
             "load_format": ("auto", "safetensors", "gguf", "orbax", "dummy"),
+            "preemption_mode": (None, "recompute", "swap"),
+            "scheduling_policy": ("fcfs", "priority"),
         }
         for name, values in choices.items():
             if getattr(self, name) not in values:
-                raise UserError(f"{_flag(name)} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
+                listed = ", ".join(value for value in values if value)
+                raise UserError(f"{_flag(name)} must be one of {listed}, got {getattr(self, name)!r}")
         for name in (
             "max_model_len",
             "block_size",
@@ -245,16 +270,21 @@ class EngineConfig:
         sizes = [n for n in ("num_kv_blocks", "kv_cache_memory", "memory_utilization") if getattr(self, n) is not None]
         if len(sizes) > 1:
             raise UserError(f"{' and '.join(map(_flag, sizes))} both set the cache's size: give one of them")
+        if self.swap_space is not None:
+            object.__setattr__(self, "swap_space", parse_size(self.swap_space))
+            if self.preemption_mode == "recompute":
+                raise UserError("--swap-space is for --preemption-mode swap, not recompute: leave one of them out")
         self._refuse_what_is_not_built()
+
+    @property
+    def swaps(self) -> bool:
+        """Whether preempted sequences' blocks go to host memory."""
+        return self.preemption_mode == "swap" or bool(self.swap_space)
 
     def _refuse_what_is_not_built(self) -> None:
         built = {
-            "enable_prefix_caching": (False,),
             "kv_cache_dtype": ("auto",),
             "quantization": (None,),
-            "swap_space": (None,),
-            "preemption_mode": ("recompute",),
-            "scheduling_policy": ("fcfs",),
             "tensor_parallel_size": (1,),
             "speculative_config": (None,),
             "attention_backend": ("auto", "xla"),
@@ -339,9 +369,9 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def kv_token_elements(self) -> int:
-        """Elements of K and V that one token takes, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    def cache_layout(self) -> CacheLayout:
+        """Which layers share a block of the cache."""
+        return cache_layout(tuple(layer.window for layer in self.layers))
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from pagedjax.beam_request import Beam, BeamRequest
 from pagedjax.generation import Generation, RunningRequest, TokenResult
 from pagedjax.request import Sequence
 from pagedjax.scheduler import ScheduledSequence, SchedulePlan
@@ -37,7 +38,9 @@ class StepInFlight:
         jax.block_until_ready(self.output.samples or self.output.prompt)
 
 
-def fetch(step: StepInFlight, generations: Mapping[Sequence, tuple[RunningRequest, Generation]]) -> list[ShareResult]:
+def fetch(
+    step: StepInFlight, generations: Mapping[Sequence, tuple[RunningRequest | BeamRequest, Generation | Beam]]
+) -> list[ShareResult]:
     """Bring a step's results to the host: tokens always, log-probabilities where someone asked for them."""
     samples, prompt = step.output.samples, step.output.prompt
     found = [generations.get(share.sequence) for share in step.plan]

@@ -188,6 +188,7 @@ class RunningRequest:
             outputs=outputs,
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.generations[0].sequence.num_cached,
             metrics=self.metrics,
             error=self.error,
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from pagedjax.config import ModelConfig, UserError
@@ -19,8 +20,9 @@ class KVCache:
     """Every layer's keys and values, and the token that stands in each slot. Donated to each step.
 
     Attributes:
-        k: stacks of layers, ``[layers, num_blocks, kv_heads, block_size, head_dim]`` each, one head's block contiguous;
-            a single stack unless it would pass 2^31 elements.
+        k: stacks of places, ``[places, num_blocks, kv_heads, block_size, head_dim]`` each, one head's block contiguous;
+            a single stack unless it would pass 2^31 elements. A block belongs to one cache group, whose layers have a
+            place in it each (``CacheLayout``).
         v: as ``k``.
         token_ids: ``[num_blocks, block_size]`` int32. Penalties read a sequence's history here through its block
             table, so it follows blocks wherever they go and needs no copy of its own.
@@ -42,8 +44,9 @@ class KVCache:
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
-    """Bytes that one block takes over all layers, its token ids included."""
-    return block_size * (config.kv_token_elements * jnp.dtype(dtype).itemsize + 4)
+    """Bytes that one block takes in all its places, its token ids included."""
+    elements = 2 * config.cache_layout.depth * config.num_kv_heads * config.head_dim
+    return block_size * (elements * jnp.dtype(dtype).itemsize + 4)
 
 
 def init_kv_cache(
@@ -54,7 +57,7 @@ def init_kv_cache(
     ``dtype`` is the weights' unless it is given.
 
     Raises:
-        UserError: one layer's array would pass 2^31 elements.
+        UserError: one place's array would pass 2^31 elements.
     """
     dtype = dtype or config.dtype
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
@@ -62,13 +65,40 @@ def init_kv_cache(
     if elements > MAX_ARRAY_ELEMENTS:
         most = MAX_ARRAY_ELEMENTS // (elements // num_blocks)
         raise UserError(f"{num_blocks} blocks pass 2^31 elements in one layer's cache: use --num-kv-blocks {most}")
-    most_layers = MAX_ARRAY_ELEMENTS // elements
-    stacks = [min(most_layers, config.num_layers - first) for first in range(0, config.num_layers, most_layers)]
+    most, depth = MAX_ARRAY_ELEMENTS // elements, config.cache_layout.depth
+    stacks = [min(most, depth - first) for first in range(0, depth, most)]
     return KVCache(
-        k=tuple(jnp.zeros((layers, *shape), dtype) for layers in stacks),
-        v=tuple(jnp.zeros((layers, *shape), dtype) for layers in stacks),
+        k=tuple(jnp.zeros((places, *shape), dtype) for places in stacks),
+        v=tuple(jnp.zeros((places, *shape), dtype) for places in stacks),
         token_ids=jnp.zeros((num_blocks, block_size), jnp.int32),
     )
+
+
+def copy_blocks(kv_cache: KVCache, copies: jax.Array, num_copies: jax.Array) -> KVCache:
+    """The cache after copying whole blocks, in every place, one after the other.
+
+    A loop with a traced trip count: a step without copies pays for none.
+
+    Args:
+        kv_cache: donate it.
+        copies: ``[C, 2]`` int32 blocks, from and to.
+        num_copies: int32 scalar; the first so many count.
+    """
+
+    def copy(i: jax.Array, cache: KVCache) -> KVCache:
+        source, target = copies[i, 0], copies[i, 1]
+
+        def move(array: jax.Array, axis: int) -> jax.Array:
+            block = lax.dynamic_slice_in_dim(array, source, 1, axis)
+            return lax.dynamic_update_slice_in_dim(array, block, target, axis)
+
+        return KVCache(
+            k=tuple(move(stack, 1) for stack in cache.k),
+            v=tuple(move(stack, 1) for stack in cache.v),
+            token_ids=move(cache.token_ids, 0),
+        )
+
+    return lax.fori_loop(0, num_copies, copy, kv_cache)
 
 
 def write_kv(

@@ -90,13 +90,21 @@ class LLM:
         encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(list(zip(texts, encoded, each, strict=True)), use_tqdm)
 
-    def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
-        """Beam search over each prompt.
+    def beam_search(
+        self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Beam search over each prompt, with the results of Hugging Face's ``generate(num_beams=)``.
+
+        Returns:
+            One output per prompt, in their order; its ``outputs`` are the hypotheses, best first.
 
         Raises:
-            UserError: always: it is not built yet.
+            ValueError: a prompt or parameter can't be served; nothing has run then.
         """
-        raise UserError("beam search is not built yet: use generate")
+        listed = _as_list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        encoded = [self._encode(prompt) for prompt in listed]
+        return self._run([(text, ids, params) for text, ids in zip(texts, encoded, strict=True)], use_tqdm)
 
     def score(self, token_ids: ListLike[int]) -> list[float]:
         """Log-probabilities of a text's tokens.
@@ -110,6 +118,10 @@ class LLM:
         """The engine's numbers, by the names of ``/metrics`` without their prefix."""
         return self.engine.metrics.as_dict()
 
+    def blocks(self) -> dict[str, Any]:
+        """Every block of the pool and every request as they are now: what ``GET /debug/blocks`` shows."""
+        return self.engine.snapshot()
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
@@ -117,7 +129,9 @@ class LLM:
             raise ValueError("prompt is text, and this model has no tokenizer: give token ids")
         return self.tokenizer.encode(prompt)
 
-    def _run(self, prompts: list[tuple[str | None, list[int], SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: ListLike[tuple[str | None, list[int], SamplingParams | BeamSearchParams]], use_tqdm: bool
+    ) -> list[RequestOutput]:
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
         collectors = {request_id: OutputCollector() for request_id in ids}
         done: dict[str, RequestOutput] = {}

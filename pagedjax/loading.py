@@ -57,7 +57,7 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
         num_blocks=sizes.num_blocks,
         token_budget=sizes.token_budget,
     )
-    runner = StepRunner(graphdef, params, model, shapes, dtype)
+    runner = StepRunner(graphdef, params, model, shapes, dtype, sizes.swap_blocks)
     started = time.perf_counter()
     memory = runner.warm_up(lambda shape, seconds: say(f"compiled the step of {shape} in {seconds:.1f} s"))
     tokenizer = tokenizing.result() if tokenizing else None
@@ -68,7 +68,16 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
     metrics.set_compiled_shapes(runner.num_compiled)
     metrics.set_cache_config({"block_size": sizes.block_size, "num_blocks": sizes.num_blocks, "dtype": dtype})
     eos = dict.fromkeys((*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())))
-    return Engine(runner, sizes, tokenizer=tokenizer, eos_token_ids=tuple(eos), metrics=metrics, seed=config.seed)
+    return Engine(
+        runner,
+        sizes,
+        tokenizer=tokenizer,
+        eos_token_ids=tuple(eos),
+        metrics=metrics,
+        prefix_caching=config.enable_prefix_caching,
+        by_priority=config.scheduling_policy == "priority",
+        seed=config.seed,
+    )
 
 
 def use_compilation_cache() -> None:

@@ -39,8 +39,11 @@ _GAUGES = {
     "compiled_shapes": "Shapes of the step that are compiled.",
 }
 _COUNTERS = {
+    "prefix_cache_queries": "Tokens of admitted requests that were looked for in the prefix cache.",
+    "prefix_cache_hits": "Tokens that were found in the prefix cache and not computed.",
     "recomputed_tokens": "Tokens computed again because their sequence was preempted.",
-    "prompt_tokens": "Prompt tokens computed.",
+    "cow_copies": "Blocks copied because a sequence was about to write into one that others hold too.",
+    "prompt_tokens": "Prompt tokens computed, those computed again not counted.",
     "generation_tokens": "Tokens generated.",
     "compiles_after_warmup": "Compilations after warm-up: each is a stall, and there should be none.",
 }
@@ -130,7 +133,7 @@ class Metrics:
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._labelled: dict[str, dict[str, int]] = {name: {} for name in _LABELLED}
         self._labelled["kv_blocks"] = dict.fromkeys(("free", "cached", "referenced"), 0)
-        self._labelled["num_preemptions"]["recompute"] = 0
+        self._labelled["num_preemptions"] = dict.fromkeys(("recompute", "swap"), 0)
         self._labelled["admission_rejections"]["queue_full"] = 0
         self._labelled["request_success"] = dict.fromkeys(_FINISHED_REASONS, 0)
         self._histograms = _histograms(max_model_len)
@@ -149,6 +152,7 @@ class Metrics:
         running: int,
         waiting: int,
         blocks_held: int,
+        blocks_cached: int,
         blocks_total: int,
         slots_filled: int,
         slots_held: int,
@@ -163,7 +167,8 @@ class Metrics:
             gauges["kv_cache_fill_perc"] = slots_filled / slots_held if slots_held else 1.0
             blocks = self._labelled["kv_blocks"]
             blocks["referenced"] = blocks_held
-            blocks["free"] = blocks_total - blocks_held
+            blocks["cached"] = blocks_cached
+            blocks["free"] = blocks_total - blocks_held - blocks_cached
 
     def observe_first_token(self, ttft: float) -> None:
         """A request's first token came ``ttft`` seconds after the request."""
@@ -197,19 +202,25 @@ class Metrics:
             if tpot is not None:
                 histograms["request_time_per_output_token_seconds"].observe(tpot)
 
-    def observe_prompt_tokens(self, n: int) -> None:
-        """``n`` prompt tokens were computed."""
-        self._count("prompt_tokens", n)
+    def observe_plan(self, *, prompt_tokens: int, recomputed: int, queried: int, hits: int, copies: int) -> None:
+        """A step was planned: tokens of prompts computed first and tokens computed again; tokens looked for in the
+        prefix cache and found there; blocks copied on write."""
+        with self._lock:
+            counters = self._counters
+            counters["prompt_tokens"] += prompt_tokens
+            counters["recomputed_tokens"] += recomputed
+            counters["prefix_cache_queries"] += queried
+            counters["prefix_cache_hits"] += hits
+            counters["cow_copies"] += copies
 
     def observe_generation_tokens(self, n: int) -> None:
         """``n`` tokens were generated."""
         self._count("generation_tokens", n)
 
-    def observe_preemption(self, mode: str, recomputed_tokens: int) -> None:
-        """A sequence lost its blocks (``mode`` recompute or swap); so many tokens are computed again."""
+    def observe_preemption(self, mode: str) -> None:
+        """A sequence lost its blocks (``mode`` recompute or swap)."""
         with self._lock:
             self._add_labelled("num_preemptions", mode, 1)
-            self._counters["recomputed_tokens"] += recomputed_tokens
 
     def observe_rejection(self, reason: str) -> None:
         """A request was not taken in, such as for a full queue (``queue_full``)."""

@@ -20,9 +20,9 @@ from pagedjax.step import RowInput, StepInput, TokenInput, min_rows
 class StepShapes:
     """The sizes that fix every shape of a step, but for the token bucket.
 
-    ``num_lanes`` sequences at once (a multiple of 8), ``max_blocks`` in a block table, ``block_size`` slots in each
-    of ``num_blocks`` blocks. A step is padded to one of ``buckets`` tokens and one of ``row_buckets`` sampled rows,
-    both ascending.
+    ``num_lanes`` sequences at once (a multiple of 8), ``max_blocks`` in each of a sequence's ``num_groups`` block
+    tables, ``block_size`` slots in each of ``num_blocks`` blocks. A step is padded to one of ``buckets`` tokens and one
+    of ``row_buckets`` sampled rows, both ascending.
     """
 
     num_lanes: int
@@ -32,6 +32,7 @@ class StepShapes:
     vocab_size: int
     buckets: tuple[int, ...]
     row_buckets: tuple[int, ...]
+    num_groups: int = 1
 
     @classmethod
     def plan(
@@ -64,6 +65,7 @@ class StepShapes:
             vocab_size=config.vocab_size,
             buckets=tuple(buckets),
             row_buckets=tuple(row_buckets),
+            num_groups=config.cache_layout.num_groups,
         )
 
     def bucket(self, num_tokens: int) -> int:
@@ -83,18 +85,20 @@ class PackedRow(NamedTuple):
     """One sequence's share of a step.
 
     ``token_ids`` are the tokens from position ``start`` on, as far as the host knows them; where ``feedback`` is set,
-    the one token is the lane's last sampled one instead. ``prompt_targets`` are the successors of the share's first
-    tokens whose log-probabilities are wanted.
+    the one token is the lane's last sampled one instead. ``block_tables`` has one table per cache group; an entry below
+    0 is never looked at. Tokens before position ``first_write`` are in the cache already and are not written again.
+    ``prompt_targets`` are the successors of the share's first tokens whose log-probabilities are wanted.
     """
 
     lane: int
     start: int
     token_ids: ListLike[int]
-    block_table: ListLike[int]
+    block_tables: ListLike[ListLike[int]]
     samples: bool
     feedback: bool = False
+    first_write: int = 0
     prompt_targets: ListLike[int] = ()
-    table_key: object = None  # the lane's table is kept while this stays the same, and only grows
+    table_key: object = None  # while it stays the same, a lane's tables change from the share's first block on only
 
 
 class StepPacker:
@@ -108,7 +112,7 @@ class StepPacker:
     def __init__(self, shapes: StepShapes):
         self.shapes = shapes
         self.sampling_rows = SamplingRows(shapes.num_lanes, shapes.vocab_size, MAX_LOGIT_BIAS)
-        self._tables = np.zeros((shapes.num_lanes, shapes.max_blocks), np.int32)
+        self._tables = np.zeros((shapes.num_groups, shapes.num_lanes, shapes.max_blocks), np.int32)
         self._table_keys: list[object] = [None] * shapes.num_lanes
         self._table_lens = [0] * shapes.num_lanes
         # What most steps leave alone is large, so it stays on the device.
@@ -126,6 +130,8 @@ class StepPacker:
         rows: ListLike[PackedRow],
         num_decodes: int,
         last_tokens: jax.Array,
+        copies: ListLike[tuple[int, int]] = (),
+        *,
         bucket: int | None = None,
         row_bucket: int | None = None,
     ) -> StepInput:
@@ -135,6 +141,7 @@ class StepPacker:
             rows: the sequences' shares, decodes first.
             num_decodes: how many of them are decodes.
             last_tokens: ``[L]`` int32 of the step before.
+            copies: pairs of blocks, from and to, copied in this order before anything is written.
             bucket, row_bucket: sizes to pad to; by default the smallest buckets that hold what there is.
         """
         counts = np.array([len(row.token_ids) for row in rows], np.int32)
@@ -142,9 +149,9 @@ class StepPacker:
         size = bucket or self.shapes.bucket(total)
         max_seqs = self.shapes.max_seqs(size)
         for row in rows:
-            self._update_table(row)
-        tables = np.zeros((max_seqs, self.shapes.max_blocks), np.int32)
-        tables[: len(rows)] = self._tables[[row.lane for row in rows]]
+            self._update_tables(row)
+        tables = np.zeros((self.shapes.num_groups, max_seqs, self.shapes.max_blocks), np.int32)
+        tables[:, : len(rows)] = self._tables[:, [row.lane for row in rows]]
         starts = np.array([row.start for row in rows], np.int32)
         cu_q_lens = np.full(max_seqs + 1, total, np.int32)
         cu_q_lens[: len(rows)] = np.cumsum(counts) - counts
@@ -159,9 +166,14 @@ class StepPacker:
             if row.feedback:
                 feedback[cu_q_lens[index]] = row.lane
         block_size = self.shapes.block_size
-        slots = np.full(size, self.shapes.num_blocks * block_size, np.int32)
-        blocks = tables[seq_of_token, positions[:total] // block_size]
-        slots[:total] = blocks * block_size + positions[:total] % block_size
+        past_end = self.shapes.num_blocks * block_size
+        slots = np.full((self.shapes.num_groups, size), past_end, np.int32)
+        blocks = tables[:, seq_of_token, positions[:total] // block_size]
+        first_writes = np.array([row.first_write for row in rows], np.int32)
+        is_new = positions[:total] >= first_writes[seq_of_token]
+        slots[:, :total] = np.where(is_new, blocks * block_size + positions[:total] % block_size, past_end)
+        pairs = np.zeros((max_seqs * self.shapes.num_groups, 2), np.int32)
+        pairs[: len(copies)] = np.array(copies, np.int32).reshape(-1, 2)
         # NumPy arrays stand in for device arrays: the call of the compiled step makes these of them.
         batch: Any = (tables, cu_q_lens, kv_lens, np.int32(num_decodes), np.int32(len(rows)))
         fields: dict[str, Any] = {
@@ -170,6 +182,8 @@ class StepPacker:
             "positions": positions,
             "slots": slots,
             "batch": AttentionBatch(*batch),
+            "copies": pairs,
+            "num_copies": np.int32(len(copies)),
             "sampled": np.zeros(self.shapes.num_lanes, np.int32),
         }
         seqs = [index for index, row in enumerate(rows) if row.samples]
@@ -177,15 +191,18 @@ class StepPacker:
         tokens = TokenInput(**fields, **_prompt_rows(rows, cu_q_lens, size))
         num_rows = row_bucket if row_bucket is not None else self.shapes.row_bucket(len(seqs))
         lanes = [rows[index].lane for index in seqs]
-        return StepInput(tokens, self._rows(lanes, kv_lens[seqs], tables[seqs], num_rows), last_tokens)
+        return StepInput(tokens, self._rows(lanes, kv_lens[seqs], tables[0, seqs], num_rows), last_tokens)
 
-    def _update_table(self, row: PackedRow) -> None:
-        lane = row.lane
+    def _update_tables(self, row: PackedRow) -> None:
+        lane, new = row.lane, len(row.block_tables[0])
         if self._table_keys[lane] != row.table_key or row.table_key is None:
             self._table_keys[lane], self._table_lens[lane] = row.table_key, 0
-        known, new = self._table_lens[lane], len(row.block_table)
+        # A block that the share writes into may have been exchanged for a copy of it.
+        known = min(self._table_lens[lane], row.start // self.shapes.block_size)
         if new > known:
-            self._tables[lane, known:new] = row.block_table[known:]
+            for kept, table in zip(self._tables, row.block_tables, strict=True):
+                kept[lane, known:new] = table[known:]
+            np.maximum(self._tables[:, lane, known:new], 0, out=self._tables[:, lane, known:new])
             self._table_lens[lane] = new
 
     def _rows(self, lanes: list[int], lens: np.ndarray, tables: np.ndarray, num_rows: int) -> RowInput:

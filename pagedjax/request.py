@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from dataclasses import dataclass, field
 
+from pagedjax.block_keys import BlockKey
+
 
 class SequenceState(enum.Enum):
     """Where a sequence is: queued (new or preempted), holding a lane and blocks, or done."""
@@ -13,13 +15,21 @@ class SequenceState(enum.Enum):
     FINISHED = "finished"
 
 
+# Stands in a block table where a block has left its group's window.
+NO_BLOCK = -1
+
+
 @dataclass(eq=False)
 class Sequence:
     """One sampled continuation of a prompt, as the scheduler sees it.
 
     The scheduler works with counts alone. ``num_tokens`` counts every token whose *place* is known, also the one that
-    a step in flight is sampling right now (``num_pending`` of them); ``num_computed`` counts tokens whose K and V
-    are in the cache, or will be when the step in flight ends. Scheduling lets the second catch up with the first.
+    a step in flight is sampling right now (``num_pending`` of them); ``num_computed`` counts tokens that a step has
+    gone through, or will have when the step in flight ends. Scheduling lets the second catch up with the first.
+
+    ``num_stored`` counts tokens whose K and V are in the cache, or will be then. It is ``num_computed``, or more where
+    blocks that others have filled hold also the last known token: that one is computed for what comes after it, and
+    not written.
     """
 
     request_id: str
@@ -27,16 +37,30 @@ class Sequence:
     token_ids: list[int]  # prompt, then output, as far as the host knows them
     num_prompt: int
     max_tokens: int  # output tokens at the most
-    priority: int = 0
+    priority: int = 0  # smaller goes first, where the scheduler heeds it
     state: SequenceState = SequenceState.WAITING
     num_pending: int = 0
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # one per cache group, all equally long
+    num_slid: list[int] = field(default_factory=lambda: [0])  # entries per table that have left the window
     lane: int = -1  # row in the device's table of last sampled tokens while running
     admission: int = -1  # number of the admission that gave it its lane and blocks; never used twice
+    order: tuple[int, int, int] = (0, 0, 0)  # its turn: priority, arrival, index
     # Some constraints (a bad word of several tokens) need the last token's value on the host, so that the next
     # token cannot be planned while it is still being sampled.
     waits_for_token: bool = False
+    is_paused: bool = False  # a beam that waits for the others of its search: nothing to compute until they agree
+    forks: list["Sequence"] = field(default_factory=list)  # share its prompt's blocks as soon as it is computed
+    # Sharing of blocks. Without a root key the sequence shares none but by forking.
+    root_key: BlockKey | None = None
+    block_keys: list[BlockKey] = field(default_factory=list)  # of its first full blocks, as far as they were wanted
+    num_registered: int = 0  # full blocks that have been named in the pool
+    reads_cache: bool = True  # off for prompts whose every token must be computed (prompt_logprobs)
+    keeps_history: bool = False  # the first table stays whole: penalties look at every token through it
+    swapped: list[tuple[int, BlockKey]] = field(default_factory=list)  # group and key of what it has in swap space
+    num_cached: int = 0  # tokens of its prompt that were found computed
+    num_reached: int = 0  # tokens that have ever been computed for it; what is computed below is computed again
 
     @property
     def num_tokens(self) -> int:

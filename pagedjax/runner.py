@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from pagedjax.config import ModelConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.pack import StepPacker, StepShapes
 from pagedjax.step import RowInput, StepInput, StepOutput, TokenInput, forward, sample_rows
+from pagedjax.swap_space import Transfer
+from pagedjax.swap_store import SwapStore
 
 # Compiling is mostly single-threaded C++ that lets other Python threads run.
 COMPILE_THREADS = 2
@@ -37,10 +40,14 @@ class StepRunner:
         config: the model's shape.
         shapes: the sizes of a step.
         dtype: of the cache.
+        swap_blocks: slots of the swap space.
     """
 
-    def __init__(self, graphdef: Any, params: Any, config: ModelConfig, shapes: StepShapes, dtype: str):
+    def __init__(
+        self, graphdef: Any, params: Any, config: ModelConfig, shapes: StepShapes, dtype: str, swap_blocks: int = 0
+    ):
         self.shapes = shapes
+        self.windows = config.cache_layout.windows
         self._graphdef = graphdef
         # As a plain list: taking an nnx state apart is Python's work, at every step, for every parameter.
         self._params, self._params_tree = jax.tree.flatten(params)
@@ -48,6 +55,7 @@ class StepRunner:
         self._kv_cache: KVCache | None = None
         self._forward: dict[int, Any] = {}  # by tokens
         self._sample: dict[int, Any] = {}  # by rows
+        self._swap = SwapStore(swap_blocks, jax.eval_shape(self._new_cache)) if swap_blocks else None
         hidden = (shapes.num_lanes, config.hidden_size)
         self._hidden = jax.ShapeDtypeStruct(hidden, jnp.float32)
         self.last_tokens = jnp.zeros(shapes.num_lanes, jnp.int32)  # each lane's, of the last step dispatched
@@ -82,6 +90,8 @@ class StepRunner:
                     on_compiled(f"{size} {name}", seconds)
         finally:  # after Ctrl-C nothing more is begun
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._swap:
+            self._swap.warm_up()
         stats = [compiled.memory_analysis() for compiled in (*self._forward.values(), *self._sample.values())]
         jax.block_until_ready(self.dispatch(steps[0]))  # the smallest; none of the others has anything left to do
         return CompiledMemory(
@@ -94,6 +104,12 @@ class StepRunner:
         self._kv_cache = None  # the old one goes first: there is no room for two
         self._kv_cache = self._new_cache()
         self.last_tokens = jnp.zeros(self.shapes.num_lanes, jnp.int32)
+
+    def swap(self, transfers: ListLike[Transfer]) -> None:
+        """Move blocks to and from the swap space, in order, behind the steps before and ahead of the next."""
+        assert self._swap is not None, "transfers need swap space"
+        assert self._kv_cache is not None, "there is a cache after warm-up"
+        self._kv_cache = self._swap.move(self._kv_cache, transfers)
 
     def dispatch(self, step_input: StepInput) -> StepOutput:
         """Start a step; it runs behind the steps before it, and its results can be waited for."""
@@ -116,7 +132,7 @@ class StepRunner:
     @property
     def num_compiled(self) -> int:
         """Shapes that are compiled."""
-        return len(self._forward) + len(self._sample)
+        return len(self._forward) + len(self._sample) + (self._swap.num_compiled if self._swap else 0)
 
     def _lower_forward(self, tokens: TokenInput) -> Any:
         def run(params: list[jax.Array], kv_cache: KVCache, tokens: TokenInput, last_tokens: jax.Array) -> Any:

@@ -1,6 +1,7 @@
 """How large the cache and the batch are, from the bytes there are; and the start-up report."""
 
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +19,14 @@ _ACCELERATOR_UTILIZATION = 0.9
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """What the engine chose where the user did not. Tokens, blocks, sequences."""
+    """What the engine chose where the user did not. Tokens, blocks (on the device, in swap space), sequences."""
 
     max_model_len: int
     num_blocks: int
     block_size: int
     max_num_seqs: int
     token_budget: int
+    swap_blocks: int = 0
 
 
 def choose_sizes(config: EngineConfig, model: ModelConfig, dtype: str, weight_bytes: int) -> EngineSizes:
@@ -47,25 +49,42 @@ def choose_sizes(config: EngineConfig, model: ModelConfig, dtype: str, weight_by
             f"--max-model-len {longest} is more than the {model.max_model_len} tokens the model is made for"
         )
     per_block = block_bytes(model, config.block_size, dtype)
-    wanted = max_num_seqs * _blocks(longest, config.block_size)
-    blocks = _num_blocks(config, per_block, wanted, weight_bytes, on_cpu)
-    largest_layer = model.num_kv_heads * config.block_size * model.head_dim
+
+    def most(tokens: int) -> int:
+        return model.cache_layout.most_blocks(tokens, config.block_size, token_budget)
+
+    blocks = _num_blocks(config, per_block, max_num_seqs * most(longest), weight_bytes, on_cpu)
+    one_place = model.num_kv_heads * config.block_size * model.head_dim
     if config.num_kv_blocks is None:
-        blocks = min(blocks, MAX_ARRAY_ELEMENTS // largest_layer)
-    if blocks < _blocks(longest, config.block_size):
-        if config.max_model_len or not blocks:
-            need = _blocks(longest, config.block_size)
+        blocks = min(blocks, MAX_ARRAY_ELEMENTS // one_place)
+    if blocks < most(longest):
+        if config.max_model_len or blocks < most(1):
+            need = most(longest)
             raise UserError(
                 f"the KV cache holds {max(blocks, 0)} blocks of {config.block_size}, and one request of "
                 f"{longest} tokens needs {need} ({need * per_block / MIB:.0f} MiB): "
                 "give --kv-cache-memory more, or --max-model-len less"
             )
-        longest = blocks * config.block_size
-    return EngineSizes(longest, blocks, config.block_size, max_num_seqs, token_budget)
+        # The greatest length of whole blocks that fits.
+        longest = config.block_size * bisect_right(range(blocks + 1), blocks, key=lambda n: most(n * config.block_size))
+        longest -= config.block_size
+    return EngineSizes(
+        longest, blocks, config.block_size, max_num_seqs, token_budget, _swap_blocks(config, blocks, per_block)
+    )
 
 
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+def _swap_blocks(config: EngineConfig, blocks: int, per_block: int) -> int:
+    """Blocks of swap space: as many as the cache has unless told otherwise."""
+    if not config.swaps:
+        return 0
+    size = blocks * per_block if config.swap_space is None else int(config.swap_space)
+    if size < per_block:
+        raise UserError(f"--swap-space {size} holds no block of {per_block} bytes: give it more, or leave it out")
+    if size > available_memory():
+        raise UserError(
+            f"--swap-space takes {size / MIB:.0f} MiB, and {available_memory() / MIB:.0f} MiB are free: give it less"
+        )
+    return size // per_block
 
 
 def _num_blocks(config: EngineConfig, per_block: int, wanted: int, weight_bytes: int, on_cpu: bool) -> int:
@@ -143,20 +162,22 @@ def startup_report(
     parts = {
         "weights": weight_bytes,
         "KV cache": cache_bytes,
+        "swap space": sizes.swap_blocks * block_bytes(model, sizes.block_size, dtype),
         "temporaries of the largest step": temporary_bytes,
     }
     now, most = resident_memory()
     # Steps have run on nothing so far, so their temporaries come on top; compiling may have taken more than they will.
     total = max(now + temporary_bytes, most, sum(parts.values()))
     parts["program and compiler"] = total - sum(parts.values())
-    listed = ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in parts.items())
-    tokens = sizes.num_blocks * sizes.block_size
-    full = sizes.num_blocks // _blocks(sizes.max_model_len, sizes.block_size)
+    listed = ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in parts.items() if size)
+    layout = model.cache_layout
+    full = sizes.num_blocks // layout.most_blocks(sizes.max_model_len, sizes.block_size, sizes.token_budget)
+    layers = "" if layout.num_groups == 1 else f" in {layout.depth} of {model.num_layers} layers"
     device = jax.devices()[0]
     return [
         f"{model.family} in {dtype} on {device.device_kind} ({device.platform}), attention backend {backend}",
         f"memory: {listed}; {total / MIB:,.0f} MiB in all",
-        f"KV cache: {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens; "
+        f"KV cache: {sizes.num_blocks:,} blocks of {sizes.block_size} tokens{layers}; "
         f"{full} requests of {sizes.max_model_len:,} tokens fit at once",
         f"at most {sizes.max_num_seqs} sequences and {sizes.token_budget} tokens in a step",
     ]

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from pagedjax.attention import AttentionBatch
-from pagedjax.kv_cache import KVCache
+from pagedjax.kv_cache import KVCache, copy_blocks
 from pagedjax.models import Decoder
 from pagedjax.sampling import TOP_LOGPROBS, SampleOutput, SamplingInput, sample, token_logprobs
 
@@ -36,8 +36,11 @@ class TokenInput:
         token_ids: ``[T]`` int32.
         feedback: ``[T]`` int32; the lane whose last sampled token stands in for ``token_ids``, or -1.
         positions: ``[T]`` int32, counted from the sequence's first token.
-        slots: ``[T]`` int32 place in the cache, ``block * block_size + offset``; past the last slot for padding.
+        slots: ``[G, T]`` int32 place in each cache group's blocks, ``block * block_size + offset``; past the last slot
+            for padding, and for a token whose keys and values are there already.
         batch: which tokens and blocks belong to which sequence.
+        copies: ``[C, 2]`` int32 blocks to copy, from and to, one after the other before anything is written.
+        num_copies: int32 scalar, how many of them count.
         sampled: ``[L]`` int32, the tokens after which one is sampled; 0 for padding.
         prompt_rows: ``[T]`` int32 tokens whose successor's log-probability is wanted.
         prompt_targets: ``[T]`` int32, that successor.
@@ -49,6 +52,8 @@ class TokenInput:
     positions: jax.Array
     slots: jax.Array
     batch: AttentionBatch
+    copies: jax.Array
+    num_copies: jax.Array
     sampled: jax.Array
     prompt_rows: jax.Array
     prompt_targets: jax.Array
@@ -62,7 +67,7 @@ class RowInput:
 
     Attributes:
         lanes: ``[R]`` int32 lane that takes the sampled token; L for padding.
-        block_tables: ``[R, max_blocks]`` int32, of the sequence each row belongs to: its history is read there.
+        block_tables: ``[R, max_blocks]`` int32, the first table of each row's sequence: its history is read there.
         sampling: what each row asks for.
     """
 
@@ -147,6 +152,7 @@ def forward(
     model: Decoder = nnx.merge(graphdef, params)
     fed_back = last_tokens[jnp.maximum(tokens.feedback, 0)]
     token_ids = jnp.where(tokens.feedback >= 0, fed_back, tokens.token_ids)
+    kv_cache = copy_blocks(kv_cache, tokens.copies, tokens.num_copies)
     hidden, kv_cache = model(token_ids, tokens.positions, tokens.slots, kv_cache, tokens.batch)
     return kv_cache, hidden[tokens.sampled], _prompt_logprobs(model, hidden, tokens)
 

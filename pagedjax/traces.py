@@ -5,11 +5,13 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pagedjax.config import UserError
 
@@ -24,14 +26,64 @@ class TraceRequest:
         arrival: seconds after the trace's first request.
         prompt_tokens: tokens of its prompt.
         output_tokens: tokens that were generated.
-        hash_ids: one id per block of the prompt, where the trace has them: two requests whose ids begin alike
-            have prompts that begin alike.
+        hash_ids: one id per ``hash_tokens`` tokens of the prompt, where the trace has them: two requests whose ids
+            begin alike have prompts that begin alike.
+        hash_tokens: tokens that an id stands for.
     """
 
     arrival: float
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
+    hash_tokens: float = 512.0
+
+    def scaled(self, factor: float) -> "TraceRequest":
+        """The request with lengths times ``factor``, none below one token; what it shares with others scales too."""
+        prompt, output = (max(1, round(tokens * factor)) for tokens in (self.prompt_tokens, self.output_tokens))
+        return replace(self, prompt_tokens=prompt, output_tokens=output, hash_tokens=self.hash_tokens * factor)
+
+    def clipped(self, max_model_len: int) -> "TraceRequest":
+        """The request within ``max_model_len`` tokens in all, the prompt's end cut off before the output's."""
+        output = min(self.output_tokens, max_model_len - 1)
+        prompt = min(self.prompt_tokens, max_model_len - output)
+        if (prompt, output) == (self.prompt_tokens, self.output_tokens):
+            return self
+        return replace(self, prompt_tokens=prompt, output_tokens=output)
+
+
+def at_rate(requests: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:
+    """The same requests, ``rate`` of them a second on average: all pauses change in proportion; ``inf``: at once."""
+    last = max(request.arrival for request in requests)
+    factor = 0.0 if math.isinf(rate) or not last else (len(requests) - 1) / rate / last
+    return [replace(request, arrival=request.arrival * factor) for request in requests]
+
+
+class PrefixKeys:
+    """Names for the full blocks of prompts: equal names, equal tokens and equal tokens all the way before them.
+
+    A block is known by the trace's id in whose tokens it ends, together with all ids before that one, and by its place
+    among those that end there. Any block size will do: where blocks and ids do not line up, a block is shared only if
+    all that the id stands for is.
+
+    Args:
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._prefixes: dict[tuple[int, int], int] = {}  # of a prefix and the id after it: the longer prefix
+
+    def of(self, request: TraceRequest) -> list[int]:
+        """The names of the prompt's first full blocks, as far as the trace's ids go; all at least 0."""
+        size, span = self._block_size, request.hash_tokens
+        per_id = math.ceil(span / size)  # blocks that may end within one id
+        prefixes, chain, prefix = self._prefixes, [], 0
+        for hash_id in request.hash_ids:
+            prefix = prefixes.setdefault((prefix, hash_id), len(prefixes) + 1)
+            chain.append(prefix * per_id)
+        ends = np.arange(size - 1, min(request.prompt_tokens, math.floor(len(chain) * span)), size)
+        names = np.array(chain, np.int64)[(ends // span).astype(np.int64)] + np.arange(len(ends)) % per_id
+        return names.tolist()
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:

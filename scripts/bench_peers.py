@@ -59,12 +59,15 @@ class Workload:
     prompt_tokens: int
     new_tokens: int
     max_running: int
+    shared_tokens: int = 0
+    """Tokens at the start of every prompt of a round that are the same for all."""
 
     def prompts(self, round_number: int) -> list[list[int]]:
         """The prompts of one round, as token ids: equal for every peer, different from round to round."""
         rng = random.Random(f"{self.title} {round_number}")
         ids = range(3, MODEL_CONFIG["vocab_size"])
-        return [rng.choices(ids, k=self.prompt_tokens) for _ in range(self.requests)]
+        shared = rng.choices(ids, k=self.shared_tokens)
+        return [shared + rng.choices(ids, k=self.prompt_tokens - self.shared_tokens) for _ in range(self.requests)]
 
     def score(self, seconds: float) -> float:
         """What the table shows: output tokens per second, or the latency of one token in milliseconds."""
@@ -81,7 +84,16 @@ WORKLOADS = {
     "W1/16": Workload("32 x (128 + 64), 16 running", 32, 128, 64, 16),
     "W2": Workload("1 x (128 + 64)", 1, 128, 64, 32),
     "TTFT": Workload("first token of a 512-token prompt", 1, 512, 1, 32),
+    "SP": Workload("32 x (512 shared + 16 own + 32)", 32, 528, 32, 32, shared_tokens=512),
 }
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Of each request: how many tokens it gave, and the seconds from the call to its first token."""
+
+    counts: list[int]
+    ttft_s: list[float]
 
 
 class Peer:
@@ -99,8 +111,8 @@ class Peer:
         """Load the model whose `config.json` lies in the folder `model`, in bfloat16, with random weights."""
         raise NotImplementedError
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, max_running: int) -> list[int]:
-        """Generate `new_tokens` tokens for each prompt, `max_running` at a time; return each one's count."""
+    def generate(self, prompts: list[list[int]], new_tokens: int, max_running: int) -> Generated:
+        """Generate `new_tokens` tokens for each prompt, `max_running` at a time."""
         raise NotImplementedError
 
 
@@ -109,6 +121,8 @@ class PagedJax(Peer):
 
     name = "pagedjax"
     distributions = ("pagedjax", "jax", "jaxlib")
+    flags: ClassVar[dict[str, Any]] = {}
+    """Engine flags beside those that every workload needs."""
 
     def __init__(self, model: Path) -> None:
         from pagedjax import LLM, SamplingParams
@@ -122,15 +136,27 @@ class PagedJax(Peer):
                 max_model_len=1024,
                 max_num_seqs=max_running,
                 kv_cache_memory="512MiB",
+                **self.flags,
             )
             for max_running in {workload.max_running for workload in WORKLOADS.values()}
         }
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, max_running: int) -> list[int]:
+    def generate(self, prompts: list[list[int]], new_tokens: int, max_running: int) -> Generated:
         """See `Peer`."""
         params = self.sampling_params(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        outputs = self.engines[max_running].generate(prompts, params)
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        called = time.monotonic()
+        outputs: Any = self.engines[max_running].generate(prompts, params)
+        return Generated(
+            counts=[len(output.outputs[0].token_ids) for output in outputs],
+            ttft_s=[output.metrics.first_token_time - called for output in outputs],
+        )
+
+
+class PagedJaxWithoutPrefixCache(PagedJax):
+    """This project, each prompt computed whole."""
+
+    name = "no-prefix-cache"
+    flags: ClassVar[dict[str, Any]] = {"enable_prefix_caching": False}
 
 
 class Transformers(Peer):
@@ -153,9 +179,18 @@ class Transformers(Peer):
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, max_running: int) -> list[int]:
+    def generate(self, prompts: list[list[int]], new_tokens: int, max_running: int) -> Generated:
         """See `Peer`. Prompts of one workload are equally long, so the batch needs no padding."""
-        counts = []
+        counts: list[int] = []
+        ttft_s: list[float] = []
+        called = time.monotonic()
+
+        def look_at_the_clock(input_ids: Any, scores: Any, **_: Any) -> Any:
+            """Called after each token; it stops nothing."""
+            if len(ttft_s) == len(counts):
+                ttft_s.extend([time.monotonic() - called] * len(input_ids))
+            return self.torch.zeros(len(input_ids), dtype=self.torch.bool)
+
         with self.torch.inference_mode():
             for start in range(0, len(prompts), max_running):
                 batch = self.torch.tensor(prompts[start : start + max_running])
@@ -164,12 +199,13 @@ class Transformers(Peer):
                     attention_mask=self.torch.ones_like(batch),
                     do_sample=False,
                     max_new_tokens=new_tokens,
+                    stopping_criteria=[look_at_the_clock],
                 )
                 counts += [tokens.shape[1] - batch.shape[1]] * len(batch)
-        return counts
+        return Generated(counts, ttft_s)
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (PagedJax, Transformers)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (PagedJax, PagedJaxWithoutPrefixCache, Transformers)}
 
 
 def run_worker(peer_class: type[Peer], model: Path, replies: TextIO, workloads: Sequence[str]) -> None:
@@ -178,15 +214,15 @@ def run_worker(peer_class: type[Peer], model: Path, replies: TextIO, workloads: 
     def reply(**fields: Any) -> None:
         print(json.dumps(fields), file=replies, flush=True)
 
-    def run(key: str, round_number: int) -> float:
+    def run(key: str, round_number: int) -> dict[str, float]:
         workload = WORKLOADS[key]
         prompts = workload.prompts(round_number)
         start = time.perf_counter()
-        counts = peer.generate(prompts, workload.new_tokens, workload.max_running)
+        generated = peer.generate(prompts, workload.new_tokens, workload.max_running)
         seconds = time.perf_counter() - start
-        if counts != [workload.new_tokens] * workload.requests:
-            raise RuntimeError(f"{key}: every request should give {workload.new_tokens} tokens, not {counts}")
-        return seconds
+        if generated.counts != [workload.new_tokens] * workload.requests:
+            raise RuntimeError(f"{key}: every request should give {workload.new_tokens} tokens, not {generated.counts}")
+        return {"seconds": seconds, "mean_ttft_s": statistics.mean(generated.ttft_s)}
 
     start = time.perf_counter()
     peer = peer_class(model)
@@ -197,7 +233,7 @@ def run_worker(peer_class: type[Peer], model: Path, replies: TextIO, workloads: 
     reply(load_s=load_s, versions=versions | {"python": platform.python_version()})
     for line in sys.stdin:
         key, round_number = line.split()
-        reply(seconds=run(key, int(round_number)))
+        reply(**run(key, int(round_number)))
 
 
 class Worker:
@@ -217,12 +253,12 @@ class Worker:
             )
         self.facts = self._answer()
 
-    def run(self, key: str, round_number: int) -> float:
-        """Run one workload and return its seconds."""
+    def run(self, key: str, round_number: int) -> dict[str, float]:
+        """Run one workload and return its `seconds` and its `mean_ttft_s`."""
         self.process.send_signal(signal.SIGCONT)
         assert self.process.stdin is not None
         print(key, round_number, file=self.process.stdin, flush=True)
-        return float(self._answer()["seconds"])
+        return self._answer()
 
     def close(self) -> None:
         """End the process."""
@@ -298,6 +334,8 @@ def table(report: dict[str, Any]) -> str:
         if len(names) > 1:
             cells += f"{entry['ratio'][names[0]]:9.2f}"
         lines.append(f"{key:8}{WORKLOADS[key].title:34}{cells}  {entry['unit']}")
+        ttft = "".join(f"{entry['mean_ttft_ms'][name]:11.1f}".ljust(26) for name in names)
+        lines.append(f"{'':8}{'  mean time to first token':34}{ttft}{' ' * 9 * (len(names) > 1)}  ms")
     return "\n".join(lines)
 
 
@@ -316,19 +354,21 @@ def compare(peers: Sequence[str], workloads: Sequence[str], rounds: int) -> dict
                 report["peers"][name] = workers[-1].facts
             for key in workloads:
                 say(f"{key}: {WORKLOADS[key].title}, {rounds} rounds")
-                seconds: dict[str, list[float]] = {name: [] for name in peers}
+                runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
                 for round_number in range(rounds):
                     for worker in workers:
-                        seconds[worker.name].append(worker.run(key, round_number))
-                report["workloads"][key] = summary(WORKLOADS[key], seconds)
+                        runs[worker.name].append(worker.run(key, round_number))
+                report["workloads"][key] = summary(WORKLOADS[key], runs)
         finally:
             for worker in workers:
                 worker.close()
     return report
 
 
-def summary(workload: Workload, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Scores, medians and ratios of one workload; `seconds` holds each peer's rounds."""
+def summary(workload: Workload, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Scores, medians and ratios of one workload; `runs` holds each peer's rounds."""
+    seconds = {name: [run["seconds"] for run in of_peer] for name, of_peer in runs.items()}
+    ttft_s = {name: statistics.median(run["mean_ttft_s"] for run in of_peer) for name, of_peer in runs.items()}
     median_s = {name: statistics.median(values) for name, values in seconds.items()}
     baseline_s = list(median_s.values())[-1]
     return {
@@ -336,6 +376,7 @@ def summary(workload: Workload, seconds: dict[str, list[float]]) -> dict[str, An
         "scores": {name: [workload.score(value) for value in values] for name, values in seconds.items()},
         "median": {name: workload.score(value) for name, value in median_s.items()},
         "ratio": {name: baseline_s / value for name, value in median_s.items()},
+        "mean_ttft_ms": {name: value * 1e3 for name, value in ttft_s.items()},
         "seconds": seconds,
     }
 

@@ -66,7 +66,7 @@ def main() -> None:
     for lane in range(count):
         packer.sampling_rows.set(lane, SamplingParams(temperature=0), 1, (0, 0))
         table = list(range(lane * per_sequence, (lane + 1) * per_sequence))
-        rows.append(PackedRow(lane, context - 1, [1], table, samples=True))
+        rows.append(PackedRow(lane, context - 1, [1], [table], samples=True))
     step_input = packer.pack(rows, count, runner.last_tokens)
     no_rows = packer.pack([row._replace(samples=False) for row in rows], count, runner.last_tokens)
 

@@ -17,7 +17,7 @@ MAX_BODY_BYTES = 64 * 2**20
 # What users say, or say about themselves, is not for the log.
 _TEXTS = {
     *("prompt", "messages", "tokens", "stop", "bad_words", "chat_template_kwargs"),
-    *("user", "metadata", "safety_identifier", "prompt_cache_key"),
+    *("user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt"),
 }
 
 _UNREADABLE = "unreadable_body"

@@ -23,7 +23,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     llm = state.engine()
     body = await read_body(request, ChatRequest)
     check_model(state, body.model)
-    params = body.sampling_params()
+    params = body.params()
     generation = Generation(
         body=body,
         params=params,

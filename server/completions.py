@@ -25,7 +25,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_model(state, body.model)
     generation = Generation(
         body=body,
-        params=body.sampling_params(),
+        params=body.params(),
         prompts=body.prompts,
         add_special_tokens=body.add_special_tokens,
         id=new_id("cmpl"),

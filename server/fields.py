@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from server.errors import ApiError, bad_request
 
 MAX_PROMPTS = 1024  # in one request
+MAX_SALT = 256  # characters
 
 OWN_ERROR = "pagedjax"  # type of the errors made here, whose text goes on from the field's name
 
@@ -87,6 +88,12 @@ def _check_prompt(value: object) -> object:
     raise refuse("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
 
 
+def _check_early_stopping(value: object) -> object:
+    if isinstance(value, bool) or value == "never":
+        return value
+    raise refuse('must be true, false or "never"')
+
+
 def _is_ids(value: list[object]) -> bool:
     return all(type(item) is int and item >= 0 for item in value)
 
@@ -137,6 +144,8 @@ class TextPart(RequestBody):
     text: str
 
 
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
+EarlyStopping = Annotated[bool | Literal["never"], BeforeValidator(_check_early_stopping)]
 Stop = Annotated[str | list[str], BeforeValidator(_check_stop)]
 Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_check_logit_bias)]

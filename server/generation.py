@@ -1,6 +1,7 @@
 """Run a request's prompts on the engine and answer with the outputs, whole or as a stream."""
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from aiohttp import web
 from pydantic_core import to_json
 
-from pagedjax import AsyncLLM, OutputCollector, RequestOutput, SamplingParams
+from pagedjax import AsyncLLM, BeamSearchParams, OutputCollector, RequestOutput, SamplingParams
 from server.errors import REQUEST_ID, as_api_error
 from server.protocol import SamplingRequest
 from server.sse import EventStream, event
@@ -48,7 +49,7 @@ class Generation:
     """What to run: prompts that share their parameters. ``id`` is the answer's, such as ``cmpl-...``."""
 
     body: SamplingRequest
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     prompts: Sequence[str | list[int]]
     add_special_tokens: bool
     id: str
@@ -124,13 +125,17 @@ async def _deltas(llm: AsyncLLM, generation: Generation) -> AsyncGenerator[tuple
                 request_id=f"{generation.id}-{index}",
                 delta=True,
                 add_special_tokens=generation.add_special_tokens,
+                cache_salt=generation.body.cache_salt,
             )
             for index, prompt in enumerate(generation.prompts)
         ]
         async with aclosing(_merged(streams)) as items:
-            async for item in items:
+            async for index, delta in items:
                 began = True
-                yield item
+                if isinstance(generation.params, BeamSearchParams):
+                    # All hypotheses come, best first: of these the request wants n.
+                    delta = dataclasses.replace(delta, outputs=delta.outputs[: generation.body.n])
+                yield index, delta
     except ValueError as error:
         # Before the first output the engine's ValueErrors are about the request; later ones are faults.
         if not began and (refusal := generation.body.blame(error)):

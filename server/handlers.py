@@ -1,4 +1,4 @@
-"""The small endpoints: models, tokens, health, metrics, version, and those that are not built yet."""
+"""The small endpoints: models, tokens, health, metrics, blocks, version, and those that are not built yet."""
 
 import asyncio
 import importlib.metadata
@@ -6,6 +6,7 @@ from typing import Any
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import to_json
 
 from pagedjax import AsyncLLM, Tokenizer
 from server.body import read_body, read_either
@@ -31,7 +32,7 @@ def routes() -> list[web.RouteDef]:
         web.get("/metrics", _metrics),
         web.get("/version", _version),
         web.get("/", _not_built),
-        web.get("/debug/blocks", _not_built),
+        web.get("/debug/blocks", _blocks),
         web.get("/openapi.json", _not_built),
     ]
 
@@ -99,10 +100,13 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    if state.llm is None:
-        raise unavailable("the model is loading: there are no metrics yet")
-    text = state.llm.metrics_registry.render(state.config.metrics_prefix, state.model_name)
+    text = state.loaded().metrics_registry.render(state.config.metrics_prefix, state.model_name)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _blocks(request: web.Request) -> web.Response:
+    blocks = await request.app[STATE].loaded().blocks()
+    return web.Response(body=to_json(blocks), content_type="application/json")
 
 
 async def _version(request: web.Request) -> web.Response:

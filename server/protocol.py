@@ -4,22 +4,25 @@ Types and shapes are checked here; the ranges of sampling values by ``SamplingPa
 with the field's name.
 """
 
+import dataclasses
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pagedjax import SamplingParams
+from pagedjax import BeamSearchParams, SamplingParams
 from server.errors import ApiError, bad_request
-from server.fields import Content, LogitBias, Prompt, RequestBody, Role, Stop, refuse
+from server.fields import Content, EarlyStopping, LogitBias, Prompt, RequestBody, Role, Salt, Stop, refuse
 
 COMPLETION_MAX_TOKENS = 16
 
 _SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "skip_special_tokens"),
+    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("allowed_token_ids", "bad_words"),
+    *("allowed_token_ids", "bad_words", "priority"),
 )
+# Beam search heeds these, or gives the same whatever they are, as with a seed.
+_BEAM_FIELDS = {"n", "best_of", "temperature", "seed", "ignore_eos", "max_tokens"}
 _TEMPLATE_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -41,14 +44,12 @@ class SamplingRequest(ModelRequest):
     """What completions and chat have in common."""
 
     unsupported: ClassVar = {
-        "priority": (0,),
-        "cache_salt": (),
-        "use_beam_search": (False,),
         "store": (False,),
         "service_tier": ("auto", "default"),
     }
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     presence_penalty: float = 0.0
@@ -71,6 +72,12 @@ class SamplingRequest(ModelRequest):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = Field(default_factory=list)
     return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: Salt | None = None
+
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     # These say who asks and why; they change nothing in the answer.
     user: str | None = None
@@ -100,16 +107,44 @@ class SamplingRequest(ModelRequest):
 
     def _param(self, name: str) -> str:
         """The field of this request that stands behind an argument of SamplingParams or of generate()."""
+        if name == "beam_width":
+            return "n" if self.best_of is None else "best_of"
         return name
 
-    def _sampling_params(self, **more: Any) -> SamplingParams:
+    def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
+        if self.stream and self.best_of not in (None, self.n) and not self.use_beam_search:
+            raise bad_request("best_of cannot be streamed unless it equals n", "best_of")
         fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         try:
-            return SamplingParams(**fields | more)
+            sampling = SamplingParams(**fields | more)
+            return self._beam_params(sampling) if self.use_beam_search else self._without_beams(sampling)
         except ValueError as error:
             if refusal := self.blame(error):
                 raise refusal from None
             raise
+
+    def _without_beams(self, sampling: SamplingParams) -> SamplingParams:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise bad_request(f"{name} is for beam search: set use_beam_search, or leave it out", name)
+        return sampling
+
+    def _beam_params(self, sampling: SamplingParams) -> BeamSearchParams:
+        """The search that a request asks for; what it would not heed is refused by name."""
+        plain = SamplingParams()
+        for name in (field.name for field in dataclasses.fields(sampling)):
+            if name not in _BEAM_FIELDS and getattr(sampling, name) != getattr(plain, name):
+                raise bad_request(f"{name} does not go with use_beam_search: leave it out", name)
+        if sampling.temperature not in (0, 1):
+            message = f"temperature must be 0, 1 or absent with use_beam_search, got {sampling.temperature:g}"
+            raise bad_request(message, "temperature")
+        return BeamSearchParams(
+            beam_width=sampling.num_samples,
+            max_tokens=sampling.max_tokens,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            ignore_eos=sampling.ignore_eos,
+        )
 
 
 class CompletionRequest(SamplingRequest):
@@ -118,7 +153,6 @@ class CompletionRequest(SamplingRequest):
     unsupported: ClassVar = {**SamplingRequest.unsupported, "suffix": ("",)}
 
     prompt: Prompt
-    best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
     max_tokens: int = COMPLETION_MAX_TOKENS
@@ -133,19 +167,16 @@ class CompletionRequest(SamplingRequest):
             return [self.prompt]
         return self.prompt
 
-    def sampling_params(self) -> SamplingParams:
-        """How to sample.
+    def params(self) -> SamplingParams | BeamSearchParams:
+        """How to sample, or to search.
 
         Raises:
-            ApiError: 400, a value is out of its range.
+            ApiError: 400, a value is out of its range, or two fields contradict each other.
         """
-        if self.stream and self.best_of not in (None, self.n):
-            raise bad_request("best_of cannot be streamed unless it equals n", "best_of")
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
-        return self._sampling_params(
-            best_of=self.best_of,
+        return self._params(
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -229,10 +260,10 @@ class ChatRequest(SamplingRequest, TemplateFields):
     def _param(self, name: str) -> str:
         if name == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(name, name)
+        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(name) or super()._param(name)
 
-    def sampling_params(self) -> SamplingParams:
-        """How to sample; ``max_tokens`` None means what fits.
+    def params(self) -> SamplingParams | BeamSearchParams:
+        """How to sample, or to search; ``max_tokens`` None means what fits.
 
         Raises:
             ApiError: 400, a value is out of its range or two fields contradict each other.
@@ -248,7 +279,7 @@ class ChatRequest(SamplingRequest, TemplateFields):
         if max_tokens == 0:
             param = self._param("max_tokens")
             raise bad_request(f"{param} must be at least 1", param)
-        return self._sampling_params(
+        return self._params(
             max_tokens=max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )

@@ -54,6 +54,14 @@ class ServerState:
         """
         if self.phase is Phase.DRAINING:
             raise unavailable("the server is shutting down and takes no more requests")
+        return self.loaded()
+
+    def loaded(self) -> AsyncLLM:
+        """The engine, for who only looks at it: also while the server is shutting down.
+
+        Raises:
+            ApiError: 503, it is loading.
+        """
         if self.llm is None:
             raise unavailable("the model is loading: try again in a moment")
         return self.llm

@@ -11,7 +11,15 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from pagedjax import CompletionOutput, Logprob, QueueFull, RequestError, RequestOutput, SamplingParams
+from pagedjax import (
+    BeamSearchParams,
+    CompletionOutput,
+    Logprob,
+    QueueFull,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from pagedjax.metrics import Metrics
 from pagedjax.tokenizer import Tokenizer
 
@@ -42,6 +50,7 @@ class FakeLLM:
     """Each sequence says ``script``, a token a step, until ``max_tokens`` or the script's end.
 
     A prompt that holds "boom" fails in the engine after two tokens, one with "bug" raises what it should not.
+    A beam search's hypothesis number i is the script without its first i characters, all of them at once.
     """
 
     script: str = SCRIPT
@@ -56,7 +65,11 @@ class FakeLLM:
     was_shut_down: bool = False
     running: set[str] = field(default_factory=set)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    by_priority: bool = False
+    most_beams: int = 16
+    seen: list[tuple[list[int], Any]] = field(default_factory=list)
+    salts: list[str | None] = field(default_factory=list)
+    snapshot: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.metrics_registry = Metrics(self.model_name)
@@ -68,6 +81,9 @@ class FakeLLM:
     def is_healthy(self, hang_timeout: float) -> bool:
         return self.healthy and hang_timeout > 0
 
+    async def blocks(self) -> dict[str, Any]:
+        return self.snapshot
+
     async def shutdown(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (AsyncLLM's)
         assert timeout is not None, "the server never waits for ever"
         self.was_shut_down = True
@@ -76,11 +92,12 @@ class FakeLLM:
     async def generate(
         self,
         prompt: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         request_id: str | None = None,
         delta: bool = False,
         add_special_tokens: bool = True,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         ids = self._prompt_ids(prompt, add_special_tokens)
         room = self.max_model_len - len(ids)
@@ -89,6 +106,7 @@ class FakeLLM:
                 f"prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, "
                 f"over the limit of {self.max_model_len}"
             )
+        self._check(params)
         if len(self.running) >= self.max_queue:
             raise QueueFull("the queue is full")
         assert request_id is not None
@@ -96,12 +114,36 @@ class FakeLLM:
         self.running.add(request_id)
         self.begun.set()
         self.seen.append((ids, params))
+        self.salts.append(cache_salt)
         try:
             about = {"request_id": request_id, "prompt": prompt if isinstance(prompt, str) else None}
+            if isinstance(params, BeamSearchParams):
+                await asyncio.sleep(self.step_seconds)
+                yield self._hypotheses(about, ids, params)
+                return
             async for output in self._steps(about, ids, params, room, delta):
                 yield output
         finally:
             self.running.discard(request_id)
+
+    def _check(self, params: SamplingParams | BeamSearchParams) -> None:
+        if isinstance(params, BeamSearchParams):
+            if params.beam_width > self.most_beams:
+                raise ValueError(f"beam_width {params.beam_width} is over the {self.most_beams} that run at once")
+        elif params.priority and not self.by_priority:
+            raise ValueError("priority needs an engine with --scheduling-policy priority")
+
+    def _hypotheses(self, about: dict[str, Any], ids: list[int], params: BeamSearchParams) -> RequestOutput:
+        outputs = []
+        for index in range(params.beam_width):
+            assert self.tokenizer is not None
+            token_ids = self.tokenizer.encode(self.script[index:], add_special_tokens=False)
+            cut = len(token_ids) if params.max_tokens is None else params.max_tokens
+            output = CompletionOutput(index=index, token_ids=token_ids[:cut], cumulative_logprob=-1.0 - index)
+            output.text = self.tokenizer.decode(output.token_ids)
+            output.finish_reason = "length" if cut < len(token_ids) else "stop"
+            outputs.append(output)
+        return RequestOutput(**about, prompt_token_ids=ids, outputs=outputs, finished=True, num_cached_tokens=3)
 
     def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if not isinstance(prompt, str):

@@ -1,13 +1,14 @@
 """The golden models, and engines over them: one compiled runner per model and block size serves many engines."""
 
 import json
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from pagedjax.config import SamplingParams
+from pagedjax.config import BeamSearchParams, SamplingParams
 from pagedjax.engine import Engine
 from pagedjax.metrics import Metrics
 from pagedjax.pack import StepShapes
@@ -20,6 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 MODELS = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma3_text")
 MAX_MODEL_LEN = 96
 POOL_TOKENS = 17 * MAX_MODEL_LEN
+SWAP_BLOCKS = 200
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,22 @@ def runner(model: str, dtype: str, block_size: int) -> StepRunner:
         max_num_seqs=24,
         max_model_len=MAX_MODEL_LEN,
         block_size=block_size,
-        num_blocks=POOL_TOKENS // block_size,
+        num_blocks=config.cache_layout.num_groups * POOL_TOKENS // block_size,
         token_budget=64,
     )
-    made = StepRunner(graphdef, params, config, shapes, dtype)
+    made = StepRunner(graphdef, params, config, shapes, dtype, SWAP_BLOCKS)
     made.warm_up()
     return made
 
 
+def blocks_of(model: str, num_tokens: int, block_size: int = 16) -> int:
+    """Blocks that a request of so many tokens holds in all cache groups, were no window ever left behind."""
+    return runner(model, "float32", block_size).shapes.num_groups * -(-num_tokens // block_size)
+
+
 def engine(
     model: str, dtype: str = "float32", *, block_size: int = 16, token_budget: int = 64, num_blocks: int = 0,
-    max_num_seqs: int = 24,
+    max_num_seqs: int = 24, prefix_caching: bool = False, swap_blocks: int = 0, eos_token_ids: tuple[int, ...] = (),
 ) -> Engine:  # fmt: skip
     """A new engine over the shared runner; ``num_blocks`` 0 is all that the runner has."""
     made = runner(model, dtype, block_size)
@@ -82,12 +89,17 @@ def engine(
         block_size=block_size,
         max_num_seqs=min(max_num_seqs, token_budget),
         token_budget=token_budget,
+        swap_blocks=swap_blocks,
     )
-    return Engine(made, sizes, tokenizer=None, eos_token_ids=(), metrics=Metrics(model))
+    return Engine(
+        made, sizes, tokenizer=None, eos_token_ids=eos_token_ids, metrics=Metrics(model), prefix_caching=prefix_caching
+    )
 
 
 def run(
-    engine: Engine, requests: list[tuple[list[int], SamplingParams]], arrivals: list[int] | None = None
+    engine: Engine,
+    requests: ListLike[tuple[list[int], SamplingParams | BeamSearchParams]],
+    arrivals: list[int] | None = None,
 ) -> list[RequestOutput]:
     """Serve the requests, request i from step ``arrivals[i]`` on (all at once by default), to their ends."""
     waiting = sorted(range(len(requests)), key=lambda i: arrivals[i] if arrivals else 0)

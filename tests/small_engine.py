@@ -74,7 +74,7 @@ def assert_empty(engine: Engine) -> None:
     assert not engine.has_work
     assert not engine._generations
     assert sorted(engine._scheduler._free_lanes) == list(range(FLAGS["max_num_seqs"]))
-    engine._pool.check_integrity([])
+    engine._scheduler.pool.check_integrity([])
 
 
 def run(engine: Engine, each_step: Callable[[int], None] = lambda step: None) -> dict[str, RequestOutput]:

@@ -12,7 +12,15 @@ import pytest
 from chain_model import ChainModel
 from small_engine import FLAGS, TEXT, greedy, write_small_model
 
-from pagedjax import AsyncLLM, CompletionOutput, QueueFull, RequestError, RequestOutput, SamplingParams
+from pagedjax import (
+    AsyncLLM,
+    BeamSearchParams,
+    CompletionOutput,
+    QueueFull,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from pagedjax.request import OutputCollector
 from pagedjax.text import TextStream
 
@@ -45,7 +53,7 @@ async def llm(start: Start) -> AsyncLLM:
     return await start()
 
 
-async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams, **options: Any) -> RequestOutput:
+async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams | BeamSearchParams, **options: Any) -> RequestOutput:
     outputs = [output async for output in llm.generate(prompt, params, **options)]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs[-1]
@@ -177,16 +185,71 @@ async def test_a_slow_reader_gets_everything(llm: AsyncLLM, chain: ChainModel) -
     assert seen == chain.follow("<loop>", 20)
 
 
+# ---- beams, salts and blocks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_a_beam_search_speaks_once(llm: AsyncLLM, chain: ChainModel, delta: bool) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=5)
+    (output,) = [output async for output in llm.generate("<pqr>", params, delta=delta)]
+    assert output.finished
+    assert [out.index for out in output.outputs] == [0, 1, 2, 3]
+    scores = [out.cumulative_logprob or 0.0 for out in output.outputs]
+    assert scores == sorted(scores, reverse=True)
+    for out in output.outputs:
+        pairs = zip([chain.id("<pqr>"), *out.token_ids], out.token_ids, strict=False)
+        assert out.cumulative_logprob == pytest.approx(float(sum(chain.log_probs[pair] for pair in pairs)), abs=1e-4)
+    await assert_serves(llm)
+
+
+async def test_a_client_that_leaves_ends_its_beams(llm: AsyncLLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=48, ignore_eos=True)
+    task = asyncio.create_task(last(llm, "<dice>", params))
+    await until(lambda: llm.metrics()["generation_tokens"] > 20)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await assert_serves(llm)
+
+
+async def test_a_salt_keeps_others_out(llm: AsyncLLM) -> None:
+    async def cached(salt: str | None) -> int:
+        return (await last(llm, "<n1>" * 20, greedy(max_tokens=2), cache_salt=salt)).num_cached_tokens
+
+    assert [await cached(salt) for salt in (None, "a", "b", "a", None)] == [0, 0, 0, 16, 16]
+    await assert_serves(llm)
+
+
+async def test_blocks_between_two_steps(llm: AsyncLLM) -> None:
+    running = [llm.generate("<n2>" * 9, greedy(max_tokens=100, n=2)) for _ in range(2)]
+    for stream in running:
+        await anext(stream)
+    for _ in range(5):
+        shown = await llm.blocks()
+        held = [block for table in (t for r in shown["requests"] for t in r["block_tables"]) for block in table]
+        assert [block["ref_count"] for block in shown["blocks"]] == [held.count(i) for i in range(24)]
+        assert len(shown["requests"]) == 4
+    for stream in running:
+        await stream.aclose()
+    await until(lambda: is_idle(llm))
+    assert (await llm.blocks())["requests"] == []
+    await llm.shutdown()
+    with pytest.raises(RequestError, match="shut down"):
+        await asyncio.wait_for(llm.blocks(), 10)
+
+
 # ---- requests that are refused ---------------------------------------------------------------------------
 
 
 async def test_bad_requests(llm: AsyncLLM) -> None:
-    for prompt, params, name in [
+    refused: list[tuple[Any, SamplingParams | BeamSearchParams, str]] = [
         ([], greedy(), "prompt"),
         ([10_000], greedy(), "prompt"),
         ("<go>", greedy(max_tokens=500), "prompt"),
         ("<go>", greedy(stop_token_ids=[10_000]), "stop_token_ids"),
-    ]:
+        ("<go>", greedy(priority=1), "priority"),
+        ("<go>", BeamSearchParams(beam_width=9, max_tokens=4), "beam_width"),
+    ]
+    for prompt, params, name in refused:
         with pytest.raises(ValueError, match=f"^{name}"):
             await last(llm, prompt, params)
     await assert_serves(llm)
@@ -244,6 +307,8 @@ async def test_every_sample_has_to_wait(start: Start) -> None:
     await anext(running)
     with pytest.raises(QueueFull):
         await last(llm, "<go>", greedy(n=9))
+    with pytest.raises(QueueFull, match="5 sequences would wait"):
+        await last(llm, "<go>", BeamSearchParams(beam_width=9, max_tokens=4))
     await running.aclose()
     await until(lambda: is_idle(llm))
     assert len((await last(llm, "<go>", greedy(n=13, max_tokens=2))).outputs) == 13, "there will never be more room"

@@ -154,7 +154,7 @@ class ScriptedEngine:
         self._times: dict[str, RequestMetrics] = {}
         self._counts: dict[str, int] = {}
         # What went before is not the benchmark's.
-        self.metrics.observe_preemption("recompute", 5)
+        self.metrics.observe_preemption("recompute")
         self.metrics.count_compile_after_warmup()
         self._observe_step(1.0)
 
@@ -193,7 +193,7 @@ class ScriptedEngine:
                 )
             )
         if self.now == 102:
-            self.metrics.observe_preemption("recompute", 5)
+            self.metrics.observe_preemption("recompute")
         return outputs
 
     def _observe_step(self, host_seconds: float) -> None:

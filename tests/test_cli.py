@@ -16,12 +16,13 @@ import pytest
 from chain_model import ChainModel, write_chain_model
 
 from pagedjax.cli import DEFAULT_MAX_QUEUE, main
-from pagedjax.cli_flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS, Flag
+from pagedjax.cli_flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS, SIMULATION_FLAGS, Flag
 from pagedjax.config import EngineConfig, SamplingParams, UserError
 from pagedjax.engine import Engine
 from pagedjax.loading import load_engine
 from pagedjax.prompts import Prompt, read_prompts
 from pagedjax.request import CompletionOutput, RequestOutput
+from pagedjax.simulate import SimulationConfig
 from server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,7 @@ def default_of(field: dataclasses.Field[Any]) -> str:
     [
         (ENGINE_FLAGS, EngineConfig, {"model"}),  # the argument
         (SERVER_FLAGS, ServerConfig, set()),
+        (SIMULATION_FLAGS, SimulationConfig, set()),
         (
             SAMPLING_FLAGS,
             SamplingParams,
@@ -85,7 +87,8 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 def test_a_flag_for_every_setting(flags: tuple[Flag, ...], settings: Any, without: set[str]) -> None:
     fields = {field.name: field for field in dataclasses.fields(settings)}
     assert sorted(flag.field for flag in flags) == sorted(set(fields) - without)
-    stated = {flag.field: flag.default for flag in flags if fields[flag.field].default not in (None, ())}
+    plain = {name for name, field in fields.items() if field.default not in (None, (), dataclasses.MISSING)}
+    stated = {flag.field: flag.default for flag in flags if flag.field in plain}
     # A default of None means something that only words can say.
     assert stated == {name: default_of(fields[name]) for name in stated}
 
@@ -96,6 +99,7 @@ def test_a_flag_for_every_setting(flags: tuple[Flag, ...], settings: Any, withou
         (["serve"], (ENGINE_FLAGS, SERVER_FLAGS)),
         (["generate"], (ENGINE_FLAGS, SAMPLING_FLAGS)),
         (["bench", "throughput"], (ENGINE_FLAGS,)),
+        (["simulate"], (SIMULATION_FLAGS,)),
     ],
 )
 def test_help_names_every_flag(
@@ -143,7 +147,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "demo", "--port", "x"], "--port: invalid int value: 'x'; see pagedjax serve --help"),
         (["serve", "demo", "--port", "70000"], "--port must be from 0 to 65535"),
         (["serve", "demo", "--block-size", "7"], "--block-size must be 8, 16"),
-        (["serve", "demo", "--enable-prefix-caching"], "--enable-prefix-caching True is not built yet"),
+        (["serve", "demo", "--speculative-config", "{}"], "--speculative-config {} is not built yet"),
+        (["serve", "demo", "--swap-space", "2g", "--preemption-mode", "recompute"], "--swap-space is for"),
+        (["serve", "demo", "--scheduling-policy", "lottery"], "--scheduling-policy"),
         (["serve", "demo", "--kv-cache-memory", "much"], "'much' is not a size"),
         (["serve", "demo", "--max-queue", "0"], "--max-queue must be at least 1"),
         (["serve", "demo", "--chat-template", "/nowhere"], "--chat-template /nowhere cannot be read"),
@@ -159,7 +165,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "throughput", "demo", "--json", "/nowhere/x"], "there is no folder /nowhere"),
         (["bench", "throughput", "demo", "--trace", "/nowhere.csv"], "/nowhere.csv cannot be read"),
         (["plan", "demo", "--anything"], "`pagedjax plan` is not built yet"),
-        (["simulate", "trace.csv"], "`pagedjax simulate` is not built yet"),
+        (["bench", "throughput", "demo", "--step-times", "/nowhere/x"], "--step-times /nowhere/x: there is no folder"),
+        (["simulate"], "required: TRACE; see pagedjax simulate --help"),
+        (["simulate", "t.csv", "--num-kv-blocks", "9"], "--step-time-model must be given; see pagedjax simulate"),
+        (["simulate", "t.csv", "--step-time-model", "x"], "--num-kv-blocks must be given"),
+        (["simulate", "t.csv", "--num-kv-blocks", "9", "--step-time-model", "fit"], "say which with --model"),
+        (["simulate", "t.csv", "--num-kv-blocks", "9", "--step-time-model", "/no"], "step times /no cannot be read"),
         (["convert", "--help"], "`pagedjax convert` is not built yet"),
         (["bench", "latency", "demo"], "`pagedjax bench latency` is not built yet"),
         (["bench", "serve", "--base-url", "x"], "`pagedjax bench serve` is not built yet"),
@@ -472,3 +483,51 @@ def test_throughput_that_does_not_fit(
     assert main(["bench", "throughput", "demo", "--num-prompts", "1", "--input-len", "4096"]) == 2
     assert "--max-model-len" in capsys.readouterr().err
     assert not engine.has_work
+
+
+# ---- simulate ----
+
+
+@pytest.fixture
+def loaded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that measure find an engine that is loaded already."""
+    for module in ("bench", "calibrate"):
+        monkeypatch.setattr(f"pagedjax.{module}.load_engine", lambda config, say: engine)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_simulating_what_was_measured(chain: ChainModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, steps, trace = str(chain.folder), tmp_path / "steps.jsonl", tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:17:03.5,40,9\n" * 6)
+    load = ["--trace", str(trace), "--num-prompts", "6"]
+    assert main(["bench", "throughput", model, *load, *SMALL, "--step-times", str(steps)]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    sizes = [*SMALL, "--num-kv-blocks", "64", "--request-rate", "inf"]
+    written = tmp_path / "numbers.json"
+    command = ["simulate", str(trace), *sizes, "--step-time-model"]
+    assert main([*command, str(steps), "--json", str(written)]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated == json.loads(written.read_text())
+    assert len(steps.read_text().splitlines()) == 1 + measured["steps"]
+    for name in ("steps", "prompt_tokens", "output_tokens", "preemptions"):
+        assert simulated[name] == measured[name]
+    fitted = tmp_path / "model.json"
+    fitted.write_text(json.dumps(simulated["step_time_model"]))
+    assert main([*command, str(fitted)]) == 0
+    assert json.loads(capsys.readouterr().out)["ttft_ms"] == simulated["ttft_ms"]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_simulation_that_measures_first(
+    chain: ChainModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 70, "output_length": 5}\n')
+    model = ["--model", str(chain.folder), "--step-time-model", "fit"]
+    assert main(["simulate", str(trace), "--num-kv-blocks", "64", *SMALL, *model]) == 0
+    out, err = capsys.readouterr()
+    numbers = json.loads(out)
+    assert numbers["steps"] == 9 + 4
+    assert numbers["step_time_model"]["device"]["steps"] > 0
+    assert numbers["step_time_model"]["token_buckets"][-1] >= 8
+    assert "steps measured" in err

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.checkpoint.demo import PACKAGE
 
 CASES: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "demo.json").read_text())["cases"]
@@ -14,10 +14,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=
 pytestmark = pytest.mark.slow
 
 
-def load(dtype: str) -> LLM:
+def load(dtype: str, **flags: Any) -> LLM:
     """With the user's own cache: converting the file and compiling take a minute."""
     pytest.importorskip(PACKAGE)
-    return LLM("demo", dtype=dtype, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=256)
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_kv_blocks": 512}
+    return LLM("demo", dtype=dtype, **sizes, **flags)
 
 
 def test_float32_gives_hugging_faces_tokens() -> None:
@@ -44,3 +45,31 @@ def test_bfloat16_gives_the_same_bits_alone_and_together() -> None:
         expected = alone[index % len(prompts)]
         assert output.outputs[0].token_ids == expected.token_ids
         assert output.outputs[0].logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_prefix_cache_changes_no_bit(dtype: str) -> None:
+    """A text asked for whole after each of its beginnings, forked, and searched; then after everything was evicted."""
+    prompt = load_prompt()
+    forked = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True, logprobs=2)
+    searched = BeamSearchParams(beam_width=3, max_tokens=8)
+    requests = [(prompt[:length], GREEDY) for length in (5, 16, 17, 31, 32, 40, len(prompt))] * 2
+    plain, cached = load(dtype, enable_prefix_caching=False), load(dtype)
+
+    def everything(llm: LLM) -> list[object]:
+        outputs = [llm.generate(ids, params, use_tqdm=False)[0] for ids, params in requests]
+        outputs += llm.generate(prompt, forked, use_tqdm=False)
+        outputs += llm.beam_search(prompt, searched, use_tqdm=False)
+        return [(c.token_ids, c.logprobs, c.cumulative_logprob) for output in outputs for c in output.outputs]
+
+    expected = everything(plain)
+    assert everything(cached) == expected
+    assert cached.metrics()["prefix_cache_hits"] > 300
+    cached.generate([[7 + i] * 300 for i in range(20)], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert everything(cached) == expected
+    assert plain.metrics()["prefix_cache_hits"] == 0
+
+
+def load_prompt() -> list[int]:
+    ids: list[int] = CASES["paragraph"]["input_ids"]
+    return ids[:48]

@@ -247,7 +247,7 @@ def assert_shown_idle(engine: Engine) -> None:
     assert numbers["num_requests_waiting"] == 0
     assert numbers["kv_cache_usage_perc"] == 0
     assert numbers["kv_blocks{state=referenced}"] == 0
-    assert numbers["kv_blocks{state=free}"] == FLAGS["num_kv_blocks"]
+    assert numbers["kv_blocks{state=free}"] + numbers["kv_blocks{state=cached}"] == FLAGS["num_kv_blocks"]
 
 
 class Broken:
@@ -363,7 +363,7 @@ def test_abort_in_the_middle_of_a_prompt(engine: Engine, chain: ChainModel, alon
     engine.step()
     (sequence,) = sequences_of(engine, "gone")
     assert 0 < sequence.num_computed < 100
-    held, its_blocks = engine.blocks_held, len(sequence.block_table)
+    held, its_blocks = engine.blocks_held, len(sequence.block_tables[0])
     assert its_blocks > 5
     engine.abort("gone")
     assert engine.blocks_held == held - its_blocks
@@ -383,8 +383,8 @@ def test_abort_while_a_step_is_in_flight(
         if step == steps:
             assert engine._in_flight
             held = engine.blocks_held
-            its_blocks = sum(len(s.block_table) for s in sequences_of(engine, "gone"))
-            assert its_blocks >= 2
+            its_blocks = len({b for s in sequences_of(engine, "gone") for b in s.block_tables[0]})
+            assert its_blocks >= 1
             engine.abort("gone")
             assert engine.blocks_held == held - its_blocks
 
@@ -466,7 +466,7 @@ def test_aborts_and_faults_at_any_moment_leave_the_others_alone(
 # ---- the user interrupts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["_dispatch", "_commit", "_take", "_observe_step"])
+@pytest.mark.parametrize("where", ["_dispatch", "_commit", "_take", "_delta"])
 @pytest.mark.parametrize("call", [1, 2, 9])
 def test_ctrl_c_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, call: int) -> None:
     original, calls = getattr(llm.engine, where), 0
@@ -494,7 +494,7 @@ def test_finished_sequences_give_their_blocks_back_at_once(engine: Engine, chain
         for sequence in engine._scheduler.running:
             assert sequence.state is SequenceState.RUNNING
         if sequences_of(engine, "short") == []:
-            assert engine.blocks_held == sum(len(s.block_table) for s in sequences_of(engine, "long"))
+            assert engine.blocks_held == sum(len(s.block_tables[0]) for s in sequences_of(engine, "long"))
 
     outputs = run(engine, each_step)
     assert {name: len(out.outputs[0].token_ids) for name, out in outputs.items()} == {"short": 2, "long": 20}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from golden_models import GOLDEN, MAX_MODEL_LEN, MODELS, cases, engine, run
+from golden_models import GOLDEN, MAX_MODEL_LEN, MODELS, blocks_of, cases, engine, run
 
 from pagedjax import (
     KVCache,
@@ -51,7 +51,9 @@ def check(model: str, outputs: list[RequestOutput]) -> None:
 def test_logits(model: str) -> None:
     """The logits themselves, of every prompt token, with the prompt whole and in chunks of 16."""
     graphdef, params, config = load_model(str(GOLDEN / model), dtype="float32", show_progress=False)
-    shapes = StepShapes.plan(config, num_blocks=6, token_budget=64)
+    groups = config.cache_layout.num_groups
+    tables = [[6 * group + block for block in (4, 1, 5)] for group in range(groups)]
+    shapes = StepShapes.plan(config, num_blocks=6 * groups, token_budget=64)
 
     @jax.jit
     def logits(cache: KVCache, tokens: TokenInput) -> tuple[KVCache, jax.Array]:
@@ -61,10 +63,10 @@ def test_logits(model: str) -> None:
 
     for case in cases(model):
         for chunk in (64, 16):
-            cache, found, packer = init_kv_cache(config, 6), [], StepPacker(shapes)
+            cache, found, packer = init_kv_cache(config, 6 * groups), [], StepPacker(shapes)
             for start in range(0, len(case.prompt), chunk):
                 part = case.prompt[start : start + chunk]
-                row = PackedRow(0, start, part, [4, 1, 5], samples=False)
+                row = PackedRow(0, start, part, tables, samples=False)
                 cache, of_part = logits(cache, packer.pack([row], 0, jnp.zeros(8, jnp.int32)).tokens)
                 found.append(np.asarray(of_part)[: len(part)])
             np.testing.assert_allclose(np.concatenate(found)[case.logits_start :], case.logits, rtol=0, atol=TOLERANCE)
@@ -89,7 +91,7 @@ class TestGolden:
     @pytest.mark.parametrize("block_size", [8, 16, 32])
     def test_preempted(self, model: str, block_size: int) -> None:
         """A pool that holds one request of the greatest length, and not the three of them."""
-        small = engine(model, block_size=block_size, num_blocks=MAX_MODEL_LEN // block_size)
+        small = engine(model, block_size=block_size, num_blocks=blocks_of(model, MAX_MODEL_LEN, block_size))
         listed = [c for c in cases(model) for _ in range(3)]
         outputs = run(small, [(c.prompt, PARAMS) for c in listed])
         for start in range(3):

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pagedjax.block_tables import BlockTables
 from pagedjax.blocks import BlockPool
+from pagedjax.cache_layout import cache_layout
 from pagedjax.request import Sequence, SequenceState
 from pagedjax.scheduler import Scheduler
 from pagedjax.traces import read_trace
@@ -25,7 +27,7 @@ def test_slots_held_are_filled(pool_tokens: int) -> None:
     mean = sum(r.prompt_tokens + r.output_tokens for r in trace) / len(trace)
     scale = 400 / mean
     pool = BlockPool(pool_tokens // BLOCK_SIZE)
-    scheduler = Scheduler(pool, block_size=BLOCK_SIZE, max_num_seqs=64, token_budget=512)
+    scheduler = Scheduler(BlockTables(pool, block_size=BLOCK_SIZE, chunk=512), max_num_seqs=64, token_budget=512)
     for index, request in enumerate(trace):
         prompt = max(1, round(request.prompt_tokens * scale))
         output = max(1, round(request.output_tokens * scale))
@@ -48,6 +50,34 @@ def test_slots_held_are_filled(pool_tokens: int) -> None:
     assert not scheduler.running
     assert pool.num_held == 0
     assert 1 - filled / held < MAX_WASTE
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("270M", ((512,) * 5 + (None,)) * 3),
+        ("4B", ((1024,) * 5 + (None,)) * 5 + (1024,) * 4),
+        ("12B", ((1024,) * 5 + (None,)) * 8),
+    ],
+)
+def test_layers_with_a_window_hold_what_they_see(name: str, windows: tuple[int | None, ...]) -> None:
+    """Gemma 3 at 8,192 tokens, prefill and decode, against full-length blocks in every layer."""
+    layout = cache_layout(windows)
+    pool = BlockPool(4000, layout.num_groups)
+    tables = BlockTables(pool, block_size=BLOCK_SIZE, windows=layout.windows, chunk=512)
+    scheduler = Scheduler(tables, max_num_seqs=1, token_budget=512)
+    sequence = Sequence(name, 0, [0] * 8192, 8192, 100)
+    scheduler.add(sequence)
+    held = []
+    while sequence.num_output < 100:
+        for share in scheduler.schedule():
+            if share.samples:
+                sequence.num_pending -= 1
+                sequence.token_ids.append(0)
+        held.append(pool.num_held * layout.depth)
+    full = len(windows) * 8192 // BLOCK_SIZE
+    assert max(held) <= full / 3
+    assert held[-1] <= full / 3.6
 
 
 def test_peak_memory_is_what_the_report_said(tmp_path: Path, step_cache: Path) -> None:

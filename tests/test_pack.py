@@ -1,5 +1,7 @@
 """From shares to arrays: positions, slots and rows, against a plain loop; and the shapes that there are."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,7 +45,8 @@ def shares(draw: st.DrawFn) -> tuple[list[PackedRow], int]:
                 lane=lanes[index],
                 start=start,
                 token_ids=[0] if feedback else [draw(st.integers(0, 319)) for _ in range(count)],
-                block_table=blocks[8 * index : 8 * index + -(-(start + count) // BLOCK_SIZE)],
+                block_tables=[blocks[8 * index : 8 * index + -(-(start + count) // BLOCK_SIZE)]],
+                first_write=draw(st.integers(0, start + count)),
                 samples=index < decodes or draw(st.booleans()),
                 feedback=feedback,
                 prompt_targets=[7] * (count - 1) if draw(st.booleans()) else (),
@@ -70,7 +73,8 @@ def test_every_token_lies_where_its_block_table_says(drawn: tuple[list[PackedRow
             assert tokens.token_ids[at] == token
             assert tokens.feedback[at] == (row.lane if row.feedback else -1)
             assert tokens.positions[at] == position
-            assert tokens.slots[at] == row.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            slot = row.block_tables[0][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            assert tokens.slots[0, at] == (slot if position >= row.first_write else BLOCKS * BLOCK_SIZE)
             if offset < len(row.prompt_targets):
                 prompt_rows.append(at)
             at += 1
@@ -78,7 +82,7 @@ def test_every_token_lies_where_its_block_table_says(drawn: tuple[list[PackedRow
             sampled.append((index, at - 1))
     size = tokens.token_ids.shape[0]
     assert size == next(bucket for bucket in SHAPES.buckets if bucket >= at)
-    assert (np.asarray(tokens.slots[at:]) == BLOCKS * BLOCK_SIZE).all(), "padding lies past the end"
+    assert (np.asarray(tokens.slots[:, at:]) == BLOCKS * BLOCK_SIZE).all(), "padding lies past the end"
     assert batch.num_decodes == decodes
     assert batch.num_seqs == len(rows)
     assert batch.cu_q_lens[-1] == at
@@ -90,7 +94,7 @@ def test_every_token_lies_where_its_block_table_says(drawn: tuple[list[PackedRow
     for place, (index, _) in enumerate(sampled):
         row = rows[index]
         assert packed.rows.lanes[place] == row.lane
-        assert packed.rows.block_tables[place][: len(row.block_table)].tolist() == list(row.block_table)
+        assert packed.rows.block_tables[place][: len(row.block_tables[0])].tolist() == row.block_tables[0]
         assert packed.rows.sampling.history_len[place] == row.start + len(row.token_ids)
         assert packed.rows.sampling.key[place].tolist() == [row.lane, 9]
     assert (np.asarray(packed.rows.lanes[len(sampled) :]) == SHAPES.num_lanes).all(), "padding has no lane"
@@ -99,9 +103,31 @@ def test_every_token_lies_where_its_block_table_says(drawn: tuple[list[PackedRow
 def test_a_lane_that_changes_hands_keeps_nothing() -> None:
     packer = StepPacker(SHAPES)
     last = jnp.zeros(SHAPES.num_lanes, jnp.int32)
-    packer.pack([PackedRow(0, 0, [1] * 40, [5, 6, 7], True, table_key=1)], 0, last)
-    grown = packer.pack([PackedRow(0, 40, [1] * 9, [5, 6, 7, 8], True, table_key=1)], 0, last)
-    assert grown.tokens.batch.block_tables[0][:4].tolist() == [5, 6, 7, 8]
-    other = packer.pack([PackedRow(0, 0, [1] * 20, [9, 2], True, table_key=2)], 0, last)
-    assert other.tokens.batch.block_tables[0][:2].tolist() == [9, 2]
-    assert other.tokens.slots[:2].tolist() == [9 * BLOCK_SIZE, 9 * BLOCK_SIZE + 1]
+    packer.pack([PackedRow(0, 0, [1] * 40, [[5, 6, 7]], True, table_key=1)], 0, last)
+    grown = packer.pack([PackedRow(0, 40, [1] * 9, [[5, 6, 7, 8]], True, table_key=1)], 0, last)
+    assert grown.tokens.batch.block_tables[0, 0, :4].tolist() == [5, 6, 7, 8]
+    other = packer.pack([PackedRow(0, 0, [1] * 20, [[9, 2]], True, table_key=2)], 0, last)
+    assert other.tokens.batch.block_tables[0, 0, :2].tolist() == [9, 2]
+    assert other.tokens.slots[0, :2].tolist() == [9 * BLOCK_SIZE, 9 * BLOCK_SIZE + 1]
+
+
+def test_a_block_exchanged_for_its_copy_is_seen() -> None:
+    packer = StepPacker(SHAPES)
+    last = jnp.zeros(SHAPES.num_lanes, jnp.int32)
+    packer.pack([PackedRow(0, 0, [1] * 20, [[5, 6]], True, table_key=1)], 0, last)
+    written = packer.pack([PackedRow(0, 20, [1], [[5, 9]], True, table_key=1)], 1, last, [(6, 9)])
+    assert written.tokens.batch.block_tables[0, 0, :2].tolist() == [5, 9]
+    assert written.tokens.slots[0, 0] == 9 * BLOCK_SIZE + 4
+    assert written.tokens.num_copies == 1
+    assert written.tokens.copies[0].tolist() == [6, 9]
+
+
+def test_each_cache_group_has_its_table() -> None:
+    """A block that has left its group's window is no block: any valid one may stand there."""
+    shapes = dataclasses.replace(SHAPES, num_groups=2)
+    packed = StepPacker(shapes).pack(
+        [PackedRow(0, 17, [1], [[5, 6], [-1, 7]], True)], 1, jnp.zeros(shapes.num_lanes, jnp.int32)
+    )
+    assert packed.tokens.batch.block_tables[:, 0, :2].tolist() == [[5, 6], [0, 7]]
+    assert packed.tokens.slots[:, 0].tolist() == [6 * BLOCK_SIZE + 1, 7 * BLOCK_SIZE + 1]
+    assert packed.rows.block_tables[0, :2].tolist() == [5, 6]

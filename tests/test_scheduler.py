@@ -1,248 +1,129 @@
-"""Scheduler and block pool, driven as the engine drives them, one step ahead of the tokens.
+"""The scheduler, one property at a time. `SimulatedEngine` stands in for engine and device and checks every plan;
+``test_memory_machine`` moves it at random."""
 
-`SimulatedEngine` stands in for engine and device and checks every plan. A Hypothesis state machine moves it:
-requests come, steps are planned and committed, requests are aborted, fail and stop at any moment.
-
-Broken on purpose, one at a time, each of these is caught here, all by the state machine alone but for
-preempting for tokens of later steps:
-
-* the pool: a freed block not given back, the count not dropped, a block handed out but left on the free list;
-* finish: blocks or lane not freed, blocks freed twice, table or lane kept, the sequence left in running or in
-  waiting, its state left as it was;
-* preempt: blocks not freed, num_computed or state kept, last in line, in no line, the oldest or the second
-  youngest chosen, one too many chosen, going on after having preempted itself, the tokens lost counted
-  wrongly, a preempted one still planned;
-* blocks needed: one too few, one too many, rounded down, those of the share's length from zero;
-* budget: one too much, one too little, decodes not set aside or subtracted twice, prefills or admitted ones
-  not subtracted, shares of either that ignore it;
-* admission: the first in line overtaken, the wrong end, lanes or pool ignored, a lane too few, too many or
-  shared, room for the first chunk only, no room left for the running ones' prompts or growth, one block too
-  careful, admission numbers used twice, the order of the running ones;
-* shares: start or count off by one, samples never, always or with max_tokens 0, in the wrong list, tokens
-  planned past max_tokens, the token waited for planned regardless, num_pending forgotten;
-* add: what can never run is taken, what just fits is refused, max_tokens left out of the sum.
-
-Two changes make no difference that could be seen: admitting in a step that preempts (whoever is first in line
-then never fits) and, while blocks have one owner each, dropping the test that a count has reached zero.
-"""
-
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from simulated_engine import SimulatedEngine
+from simulated_engine import Job, SimulatedEngine
 
+from pagedjax.block_tables import BlockTables
 from pagedjax.blocks import BlockPool
-from pagedjax.request import Sequence
+from pagedjax.request import Sequence, SequenceState
 from pagedjax.scheduler import SchedulePlan, Scheduler
 
-REQUESTS = st.fixed_dictionaries(
-    {
-        "num_prompt": st.one_of(st.integers(1, 8), st.integers(1, 8), st.integers(9, 24)),
-        "max_tokens": st.integers(0, 16),
-        "n": st.sampled_from([1, 1, 1, 2, 3]),
-        "waits": st.sampled_from([False, False, True]),
-        "stops_after": st.sampled_from([None, None, 1, 2, 3, 7]),
-    }
-)
 
-
-class EngineMachine(RuleBasedStateMachine):
-    """Requests of all kinds, in any order of arrival, steps, stops, aborts and failures."""
-
-    engine: SimulatedEngine
-
-    @initialize(
-        num_blocks=st.integers(1, 14),
-        block_size=st.integers(1, 4),
-        max_num_seqs=st.integers(1, 5),
-        more_budget=st.integers(0, 8),
-    )
-    def start(self, num_blocks: int, block_size: int, max_num_seqs: int, more_budget: int) -> None:
-        self.engine = SimulatedEngine(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            token_budget=max_num_seqs + more_budget,
-        )
-        self.may_plan = True
-
-    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
-    def add(self, requests: list[dict[str, Any]]) -> None:
-        for request in requests:
-            self.engine.add(**request)
-
-    @rule()
-    def add_what_just_fits(self) -> None:
-        self.engine.add(1, self.engine.num_blocks * self.engine.block_size - 1)
-
-    @precondition(lambda self: len(self.engine.in_flight) < 2 and self.may_plan)
-    @rule()
-    def plan(self) -> None:
-        # With nothing to dispatch the engine waits for the step in flight before it plans again.
-        self.may_plan = bool(self.engine.plan().num_tokens) or not self.engine.in_flight
-
-    @precondition(lambda self: self.engine.in_flight)
-    @rule()
-    def commit(self) -> None:
-        self.engine.commit()
-        self.may_plan = True
-
-    @precondition(lambda self: self.may_plan)
-    @rule(times=st.integers(1, 12))
-    def steps(self, times: int) -> None:
-        if len(self.engine.in_flight) == 2:
-            self.engine.commit()
-        for _ in range(times):
-            self.engine.step()
-            self.engine.check()
-
-    @precondition(lambda self: self.engine.jobs)
-    @rule(which=st.integers(0, 30), how=st.sampled_from(["fault", "abort", "abort the first in line"]))
-    def end(self, which: int, how: str) -> None:
-        engine = self.engine
-        job = engine.jobs[which % len(engine.jobs)]
-        if how == "fault" and engine.in_flight:
-            engine.commit(failing=job)
-            self.may_plan = True
-        elif how == "abort the first in line" and engine.scheduler.waiting:
-            first = engine.scheduler.waiting[0]
-            engine.end(next(job for job in engine.jobs if first in job.sequences))
-        else:
-            engine.end(job)
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.check()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        while self.engine.in_flight and (len(self.engine.in_flight) == 2 or not self.may_plan):
-            self.engine.commit()
-            self.may_plan = True
-        self.engine.drain()
-        assert self.engine.pool.num_free == self.engine.num_blocks
-        assert not self.engine.scheduler.running
-        assert not self.engine.scheduler.waiting
-
-
-def run_machine(examples: int, steps: int, derandomize: bool) -> None:
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=derandomize,
-            report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        ),
+def make(num_blocks: int = 40, block_size: int = 4, max_num_seqs: int = 4, token_budget: int = 8, **kind: Any) -> Any:
+    return SimulatedEngine(
+        num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, token_budget=token_budget, **kind
     )
 
 
-def test_any_order_of_events() -> None:
-    run_machine(examples=400, steps=50, derandomize=True)
+def add(engine: SimulatedEngine, prompt: list[int], max_tokens: int, **request: Any) -> Job:
+    job = engine.add(prompt, max_tokens, **request)
+    assert job is not None
+    return job
 
 
-@pytest.mark.nightly
-def test_any_order_of_events_for_long() -> None:
-    run_machine(examples=6000, steps=120, derandomize=False)
-
-
-# ---- what a reader should know, one at a time ------------------------------------------------------------
+def ones(count: int) -> list[int]:
+    return [1] * count
 
 
 def shares(plan: SchedulePlan) -> dict[str, int]:
     return {share.sequence.request_id: share.num_tokens for share in plan}
 
 
+def finish(engine: SimulatedEngine) -> None:
+    engine.drain()
+    engine.check_idle()
+
+
+def step(engine: SimulatedEngine) -> SchedulePlan:
+    """Plan a step and commit it at once."""
+    plan = engine.plan()
+    while engine.in_flight:
+        engine.commit()
+    engine.check()
+    return plan
+
+
+def steps_until(engine: SimulatedEngine, happens: Callable[[SchedulePlan], bool]) -> list[SchedulePlan]:
+    """The steps up to the one of which it is true."""
+    plans = [step(engine)]
+    while not happens(plans[-1]):
+        assert len(plans) < 200, "it never happens"
+        plans.append(step(engine))
+    return plans
+
+
+# ---- turn and budget ----
+
+
 def test_prompts_go_in_chunks_and_decodes_keep_their_pace() -> None:
-    engine = SimulatedEngine(num_blocks=40, block_size=4, max_num_seqs=3, token_budget=8)
-    engine.add(3, 30)
-    assert shares(engine.plan()) == {"0": 3}
-    engine.add(20, 5)
-    engine.add(2, 5)
-    assert shares(engine.plan()) == {"0": 1, "1": 7}
+    engine = make(max_num_seqs=3)
+    add(engine, ones(3), 30, shares=False)
+    assert shares(engine.plan()) == {"1": 3}
+    add(engine, ones(20), 5, shares=False)
+    add(engine, ones(2), 5, shares=False)
+    assert shares(engine.plan()) == {"1": 1, "2": 7}
     engine.commit()
-    assert shares(engine.plan()) == {"0": 1, "1": 7}
+    assert shares(engine.plan()) == {"1": 1, "2": 7}
     engine.commit()
     plan = engine.plan()
-    assert shares(plan) == {"0": 1, "1": 6, "2": 1}
+    assert shares(plan) == {"1": 1, "2": 6, "3": 1}
     assert [share.samples for share in plan] == [True, True, False]
     assert [len(part) for part in (plan.decodes, plan.prefills)] == [1, 2]
-    engine.drain()
+    engine.commit()
+    finish(engine)
 
 
-def test_a_pool_for_one_serves_any_number() -> None:
-    engine = SimulatedEngine(num_blocks=4, block_size=4, max_num_seqs=8, token_budget=8)
-    for number in range(200):
-        engine.add(1 + number % 8, 16 - 1 - number % 8)
-    engine.drain()
-    assert engine.pool.num_free == 4
-    assert engine.num_preemptions > 0
-
-
-def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    engine = SimulatedEngine(num_blocks=5, block_size=2, max_num_seqs=3, token_budget=6)
-    for _ in range(3):
-        engine.add(2, 6)
-    plans: list[SchedulePlan] = []
-    while not any(plan.preemptions for plan in plans):
-        plans.append(engine.plan())
-        if len(engine.in_flight) == 2:
-            engine.commit()
-    victim = plans[-1].preemptions[0].sequence
-    assert victim.request_id == "1"
-    assert [s.request_id for s in engine.scheduler.running] == ["0"]
-    assert [s.request_id for s in engine.scheduler.waiting] == ["1", "2"]
-    engine.drain()
+def test_every_running_sequence_needs_a_token_of_the_budget() -> None:
+    with pytest.raises(ValueError, match="token_budget 3 is below max_num_seqs 4"):
+        make(token_budget=3)
 
 
 def test_sequences_are_queued_all_or_none() -> None:
-    scheduler = Scheduler(BlockPool(2), block_size=4, max_num_seqs=1, token_budget=4)
+    scheduler = Scheduler(BlockTables(BlockPool(2), block_size=4, chunk=4), max_num_seqs=1, token_budget=4)
     fits, too_long = Sequence("a", 0, [1, 2], 2, 6), Sequence("a", 1, [1, 2], 2, 7)
-    with pytest.raises(ValueError, match="3 blocks wanted, the pool has 2"):
+    with pytest.raises(ValueError, match=r"3 blocks.* 2$"):
         scheduler.add(fits, too_long)
     assert not scheduler.waiting
     scheduler.add(fits)
     assert list(scheduler.waiting) == [fits]
 
 
-def test_every_running_sequence_needs_a_token_of_the_budget() -> None:
-    with pytest.raises(ValueError, match="token_budget 3 is below max_num_seqs 4"):
-        Scheduler(BlockPool(1), block_size=1, max_num_seqs=4, token_budget=3)
+def test_what_needs_its_whole_history_is_refused_where_only_a_window_of_it_fits() -> None:
+    engine = make(num_blocks=8, block_size=1, windows=(4,), token_budget=4)
+    assert engine.add(ones(1), 8, keeps_history=True) is None
+    add(engine, ones(1), 7, keeps_history=True)
+    add(engine, ones(1), 40)
+    finish(engine)
 
 
-def test_finishing_twice_does_no_harm() -> None:
-    engine = SimulatedEngine(num_blocks=4, block_size=1, max_num_seqs=2, token_budget=2)
-    job = engine.add(1, 2)
-    assert job is not None
-    (sequence,) = job.sequences
-    engine.plan()
-    engine.scheduler.finish(sequence)
-    engine.scheduler.finish(sequence)
-    assert engine.pool.num_free == 4
-    assert engine.scheduler.schedule().num_tokens == 0
+def test_nobody_overtakes_the_first_in_line() -> None:
+    engine = make(num_blocks=4, max_num_seqs=3)
+    add(engine, ones(9), 3, shares=False)
+    add(engine, ones(8), 1, shares=False)
+    add(engine, ones(1), 1, shares=False)
+    assert shares(engine.plan()) == {"1": 8}
+    assert shares(engine.plan()) == {"1": 1}, "the third would fit"
+    engine.commit()
+    finish(engine)
+
+
+def test_a_pool_for_one_serves_any_number() -> None:
+    engine = make(num_blocks=4, max_num_seqs=8)
+    for number in range(200):
+        add(engine, [number % 2] * (1 + number % 8), 16 - 1 - number % 8, shares=False)
+    finish(engine)
+    assert engine.num_preemptions > 0
 
 
 def test_nobody_gives_way_to_tokens_of_later_steps() -> None:
     """A prompt goes on while the next chunk has room, though its rest has none until the other one ends."""
-    engine = SimulatedEngine(num_blocks=12, block_size=1, max_num_seqs=2, token_budget=2)
-    engine.add(1, 5)
-    engine.add(9, 1)
+    engine = make(num_blocks=12, block_size=1, max_num_seqs=2, token_budget=2)
+    add(engine, ones(1), 5, shares=False)
+    add(engine, ones(9), 1, shares=False)
     least = 12
     while engine.jobs or engine.in_flight:
         engine.step()
@@ -251,3 +132,285 @@ def test_nobody_gives_way_to_tokens_of_later_steps() -> None:
             least = min(least, engine.pool.num_free - (sequence.num_prompt - sequence.num_computed))
     assert least < 0, "its rest had no room for a while"
     assert engine.num_preemptions == 0
+
+
+# ---- the prefix cache ----
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "computed"), [(3, 3), (4, 1), (5, 1), (7, 3), (8, 1), (11, 3), (12, 1), (14, 2)]
+)
+def test_a_prompt_that_was_there_before(num_prompt: int, computed: int) -> None:
+    """Full blocks of it are found. Where that is all of it, its last token is computed, and not written again."""
+    engine = make(token_budget=16)
+    add(engine, ones(14), 0)
+    finish(engine)
+    job = add(engine, ones(num_prompt), 3)
+    (share,) = engine.plan()
+    assert (share.num_tokens, share.samples) == (computed, True)
+    assert share.first_write == num_prompt // 4 * 4
+    assert job.sequences[0].num_cached == engine.hits == num_prompt - computed
+    assert engine.queried == 14 + num_prompt
+    finish(engine)
+    assert engine.num_copies == 0
+
+
+def test_prompts_are_shared_within_one_round() -> None:
+    engine = make(token_budget=16)
+    for _ in range(4):
+        add(engine, ones(9), 2)
+    plan = engine.plan()
+    assert shares(plan) == {"1": 9, "2": 1, "3": 1, "4": 1}
+    assert plan.hits == 3 * 8
+    assert engine.pool.num_held == 2 + 4
+    finish(engine)
+
+
+def test_a_prompt_finds_what_another_computes_meanwhile() -> None:
+    """Neither begins with nothing: they differ in turn, and each block is computed once."""
+    engine = make(max_num_seqs=2, token_budget=6)
+    add(engine, ones(24), 1)
+    assert shares(step(engine)) == {"1": 6}
+    add(engine, ones(24), 1)
+    plans = [shares(plan) for plan in steps_until(engine, lambda _: not engine.jobs)]
+    # The second finds one block at first. What the first goes on to compute, it does not compute again.
+    assert sum(plan.get("2", 0) for plan in plans) < 24
+    assert engine.hits > 4
+    engine.check_idle()
+
+
+def test_a_prompt_that_is_found_as_it_runs_stays_in_the_budget() -> None:
+    engine = make(num_blocks=57, block_size=1, max_num_seqs=4, token_budget=4)
+    for _ in range(5):
+        add(engine, ones(1), 18)
+    step(engine)
+    engine.end(engine.jobs[0])
+    finish(engine)
+
+
+def test_decoded_blocks_join_the_cache() -> None:
+    engine = make(token_budget=32)
+    add(engine, ones(5), 9)
+    finish(engine)
+    (turn,) = engine.ended
+    assert len(turn) == 14
+    job = add(engine, [*turn, 0, 0], 2)
+    assert shares(engine.plan()) == {"2": 16 - 12}
+    assert job.sequences[0].num_cached == 12
+    finish(engine)
+
+
+def test_salts_keep_requests_apart() -> None:
+    engine = make(token_budget=32)
+    for salt, hits in (("a", 0), ("b", 0), (None, 0), ("a", 8), (None, 8), ("", 0)):
+        add(engine, ones(9), 1, salt=salt)
+        before = engine.hits
+        finish(engine)
+        assert engine.hits - before == hits, salt
+
+
+def test_who_may_not_read_the_cache_still_fills_it() -> None:
+    engine = make(token_budget=32)
+    for reads, hits in ((True, 0), (False, 0), (True, 8)):
+        add(engine, ones(9), 1, reads_cache=reads)
+        before = engine.hits
+        finish(engine)
+        assert engine.hits - before == hits
+
+
+def test_a_pool_that_keeps_nothing() -> None:
+    engine = make(keeps=False, token_budget=32)
+    add(engine, ones(9), 1)
+    add(engine, ones(9), 1)
+    finish(engine)
+    assert engine.hits == 8
+    add(engine, ones(9), 1)
+    finish(engine)
+    assert engine.hits == 8
+
+
+def test_what_is_computed_again_is_no_hit() -> None:
+    engine = make(num_blocks=6, block_size=2, max_num_seqs=2, token_budget=8)
+    add(engine, [0, 0], 8, salt="a")
+    add(engine, [1, 1], 8, salt="b")
+    finish(engine)
+    assert engine.num_preemptions > 0
+    assert engine.hits == 0
+    assert engine.again > 0
+
+
+# ---- fork and copy-on-write ----
+
+
+def test_samples_compute_their_prompt_once() -> None:
+    engine = make(token_budget=16)
+    add(engine, ones(10), 4, n=4)
+    assert [share.num_tokens for share in step(engine)] == [10]
+    assert engine.pool.num_held == 3
+    plan = step(engine)
+    # The first goes on and writes; the others compute the prompt's last token for their own draw, and write nothing.
+    assert [(share.start, share.first_write) for share in plan] == [(10, 10), (9, 10), (9, 10), (9, 10)]
+    assert len(plan.copies) == 1
+    plan = step(engine)
+    assert len(plan.copies) == 2, "the last one writes in place"
+    assert engine.pool.num_held == 2 + 4
+    finish(engine)
+    assert (engine.num_copies, engine.again) == (3, 0)
+
+
+def test_samples_without_a_lane_find_the_prompt_later() -> None:
+    engine = make(max_num_seqs=2, token_budget=16)
+    add(engine, ones(10), 4, n=4)
+    plans = steps_until(engine, lambda _: not engine.jobs)
+    computed = sum(share.num_tokens for plan in plans for share in plan if share.start < 10)
+    assert computed == 10 + 1 + 2 * 2
+
+
+def test_whoever_is_left_computes_the_prompt() -> None:
+    engine = make(token_budget=4)
+    job = add(engine, ones(10), 2, n=3)
+    step(engine)
+    engine.scheduler.finish(job.sequences[0])
+    del engine.job_of[job.sequences.pop(0)]
+    assert engine.scheduler.num_waiting == 2
+    assert [share.sequence.index for share in step(engine)] == [1]
+    finish(engine)
+
+
+@pytest.mark.parametrize("windows", [(None,), (3,), (None, 3)])
+@pytest.mark.parametrize("num_blocks", [14, 30])
+def test_beams_fork_and_drop(windows: tuple[int | None, ...], num_blocks: int) -> None:
+    engine = make(num_blocks=num_blocks * len(windows), block_size=2, windows=windows)
+    for seed in range(10):
+        assert engine.add_beams(ones(3), 6, 3, seed=seed) is not None
+    finish(engine)
+    assert engine.num_copies > 0
+
+
+# ---- preemption ----
+
+
+def test_the_cheapest_gives_way() -> None:
+    """Both behind the first have what it needs; the one with less to compute again loses it."""
+    engine = make(num_blocks=10, block_size=2, max_num_seqs=3, token_budget=16)
+    for num_prompt in (4, 3, 5):
+        add(engine, ones(num_prompt), 9, shares=False)
+    (victim,) = steps_until(engine, lambda plan: bool(plan.preemptions))[-1].preemptions
+    assert (victim.sequence.request_id, victim.num_lost, victim.mode) == ("2", 5, "recompute")
+    assert [s.request_id for s in engine.scheduler.running] == ["1", "3"]
+    finish(engine)
+
+
+def test_what_others_keep_costs_nothing_to_bring_back() -> None:
+    """The second has more tokens than the third, and shares most of them with the first."""
+    engine = make(num_blocks=10, block_size=2, max_num_seqs=3, token_budget=32)
+    add(engine, ones(8), 12)
+    add(engine, [*ones(8), 0], 9)
+    add(engine, [0] * 4, 9, shares=False)
+    plans = steps_until(engine, lambda plan: bool(plan.preemptions))
+    assert shares(plans[0]) == {"1": 8, "2": 1, "3": 4}
+    (victim,) = plans[-1].preemptions
+    assert (victim.sequence.request_id, victim.num_lost) == ("2", 3)
+    finish(engine)
+
+
+def test_swapped_out_and_in_again() -> None:
+    engine = make(num_blocks=6, block_size=2, max_num_seqs=2, swap_slots=8, keeps=False)
+    add(engine, [0, 0], 10, salt="a")
+    add(engine, [1, 1], 10, salt="b")
+    finish(engine)
+    assert engine.num_swaps > 0
+    # No more than what is behind the last full block is computed again.
+    assert engine.again <= 2 * engine.num_preemptions
+
+
+def test_a_full_swap_space_costs_work_and_nothing_else() -> None:
+    again = []
+    for slots in (0, 1, 8):
+        engine = make(num_blocks=8, block_size=2, max_num_seqs=3, swap_slots=slots, keeps=False)
+        for number in range(6):
+            add(engine, [number % 2, number // 2 % 2, 0], 10, salt=str(number))
+        finish(engine)
+        again.append(engine.again)
+    assert again[0] > again[1] > again[2]
+
+
+def test_forked_groups_swap_what_they_share_once() -> None:
+    engine = make(num_blocks=12, block_size=2, max_num_seqs=5, swap_slots=12, keeps=False)
+    add(engine, [0, 0], 22, salt="a")
+    add(engine, ones(9), 6, n=3, salt="b")
+    finish(engine)
+    assert engine.num_preemptions > 0
+    assert engine.num_swaps > 0
+
+
+def test_priority_comes_before_arrival() -> None:
+    engine = make(num_blocks=4, max_num_seqs=2, by_priority=True)
+    add(engine, ones(6), 6, shares=False, priority=1)
+    step(engine)
+    urgent = add(engine, ones(12), 2, shares=False, priority=-1)
+    add(engine, ones(1), 2, shares=False, priority=0)
+    plan = step(engine)
+    assert [p.sequence.request_id for p in plan.preemptions] == ["1"]
+    assert shares(plan) == {"2": 8}
+    steps_until(engine, lambda _: urgent not in engine.jobs)
+    assert set(shares(step(engine))) >= {"3"}
+    finish(engine)
+
+
+def test_priority_is_of_no_account_unless_asked_for() -> None:
+    engine = make(num_blocks=4, max_num_seqs=1)
+    add(engine, ones(6), 6, shares=False, priority=1)
+    step(engine)
+    add(engine, ones(12), 2, shares=False, priority=-1)
+    assert shares(step(engine)) == {"1": 1}
+    finish(engine)
+    assert engine.num_preemptions == 0
+
+
+def test_equal_priorities_do_not_push_each_other_out() -> None:
+    engine = make(num_blocks=4, max_num_seqs=1, by_priority=True)
+    add(engine, ones(6), 6, shares=False, priority=0)
+    step(engine)
+    add(engine, ones(1), 2, shares=False, priority=0)
+    finish(engine)
+    assert engine.num_preemptions == 0
+
+
+# ---- leaving ----
+
+
+def test_blocks_are_free_or_cached_at_once() -> None:
+    engine = make(token_budget=16)
+    job = add(engine, ones(10), 4)
+    engine.plan()
+    engine.end(job)
+    assert (engine.pool.num_held, engine.pool.num_cached) == (0, 2)
+    engine.check()
+    finish(engine)
+
+
+def test_what_a_fault_left_is_not_found() -> None:
+    engine = make(token_budget=16)
+    add(engine, ones(10), 1)
+    finish(engine)
+    add(engine, ones(10), 4)
+    engine.plan()
+    engine.fail_all()
+    engine.check_idle()
+    add(engine, ones(10), 1)
+    finish(engine)
+    assert engine.hits == 8, "those of the second, none of the third"
+
+
+@pytest.mark.parametrize("place", ["waiting", "running", "fork"])
+def test_finished_wherever_it_is(place: str) -> None:
+    engine = make(max_num_seqs=1, token_budget=4)
+    first, second = add(engine, ones(8), 2), add(engine, ones(8), 2, n=2)
+    step(engine)
+    job, index = {"running": (first, 0), "waiting": (second, 0), "fork": (second, 1)}[place]
+    sequence = job.sequences[index]
+    engine._finish(job, sequence)
+    assert sequence.state is SequenceState.FINISHED
+    engine.check()
+    finish(engine)

@@ -5,8 +5,10 @@ dtype and accumulate in float32.
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from flax import nnx
 from jax import lax
 
 from pagedjax.attention import AttentionBatch, attention_backend
+from pagedjax.cache_layout import CacheLayout
 from pagedjax.config import ModelConfig
 from pagedjax.kv_cache import KVCache, write_kv
 from pagedjax.linear import Linear, dot, param
@@ -81,21 +84,21 @@ class Decoder(nnx.Module):
         """Hidden states ``[T, H]`` after the last norm, and the cache with the step's tokens in it.
 
         Args:
-            token_ids, positions, slots: ``[T]`` int32; a slot past the end marks padding.
+            token_ids, positions: ``[T]`` int32.
+            slots: ``[G, T]`` int32, one row per cache group; a slot past the end is not written.
             kv_cache: the cache; donate it.
             batch: which tokens belong to which sequence.
         """
         x = self.embedding[...][token_ids].astype(jnp.float32) * self.config.embedding_scale
         run = self._layer_function(positions, slots, kv_cache, batch)
-        keys, values, first = [], [], 0
-        for k, v in zip(kv_cache.k, kv_cache.v, strict=True):
+        keys, values = list(kv_cache.k), list(kv_cache.v)
+        for stack, first_place, layers in self._runs([k.shape[0] for k in kv_cache.k]):
             # A loop instead of a copy of the layer's program for each layer: compiling takes half as long, and loading
             # what is compiled less than half (ADR 7).
-            x, k, v = lax.fori_loop(0, k.shape[0], lambda i, carry, first=first: run(first + i, i, carry), (x, k, v))
-            keys.append(k)
-            values.append(v)
-            first += k.shape[0]
-        block, offset = slots // kv_cache.block_size, slots % kv_cache.block_size
+            x, keys[stack], values[stack] = lax.fori_loop(
+                layers.start, layers.stop, partial(run, first_place), (x, keys[stack], values[stack])
+            )
+        block, offset = slots[0] // kv_cache.block_size, slots[0] % kv_cache.block_size
         stored = kv_cache.token_ids.at[block, offset].set(token_ids, mode="drop")
         return self.final_norm(x), KVCache(tuple(keys), tuple(values), stored)
 
@@ -106,10 +109,20 @@ class Decoder(nnx.Module):
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+    def _runs(self, stack_places: list[int]) -> Iterator[tuple[int, int, range]]:
+        """Layers that follow each other and lie in the same stack: its number, its first place, and the layers."""
+        ends = list(itertools.accumulate(stack_places))
+        stacks = [next(i for i, end in enumerate(ends) if place < end) for place in self.config.cache_layout.place_of]
+        first = 0
+        for stack, run in itertools.groupby(stacks):
+            last = first + len(list(run))
+            yield stack, ends[stack] - stack_places[stack], range(first, last)
+            first = last
+
     def _layer_function(
         self, positions: jax.Array, slots: jax.Array, kv_cache: KVCache, batch: AttentionBatch
-    ) -> Callable[[jax.Array, jax.Array, Carry], Carry]:
-        """The function of one layer: its number, its place in its stack of the cache, and what it works on."""
+    ) -> Callable[[int, jax.Array, Carry], Carry]:
+        """The function of one layer: its stack's first place, its number, and what it works on."""
         config, layers = self.config, list(self.layers)
         select = _Selection(layers)
         # No set: its order would change the compiled program, and its key in the compilation cache, from run to run.
@@ -120,9 +133,9 @@ class Decoder(nnx.Module):
         window_of = jnp.asarray([layer.window or _EVERYTHING for layer in config.layers], jnp.int32)
         windowed = any(layer.window for layer in config.layers)
         activation = _ACTIVATIONS[config.activation]
-        placed = _Placement(slots, batch, kv_cache.num_blocks, kv_cache.block_size)
+        placed = _Placement(config.cache_layout, slots, batch, kv_cache.num_blocks, kv_cache.block_size)
 
-        def attend(number: jax.Array, place: jax.Array, x: jax.Array, k_stack: jax.Array, v_stack: jax.Array) -> Carry:
+        def attend(first: int, number: jax.Array, x: jax.Array, k_stack: jax.Array, v_stack: jax.Array) -> Carry:
             heads = select(number, lambda m: m.attention.qkv, x).reshape(x.shape[0], -1, config.head_dim)
             q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
             if config.qk_norm:
@@ -131,17 +144,17 @@ class Decoder(nnx.Module):
             cos, sin = cosines[kind_of[number]], sines[kind_of[number]]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             flat_k, flat_v = (stack.reshape(-1, *stack.shape[2:]) for stack in (k_stack, v_stack))
-            flat_k, flat_v = write_kv(flat_k, flat_v, k, v, placed.slots(place, flat_k.shape[0]))
+            flat_k, flat_v = write_kv(flat_k, flat_v, k, v, placed.slots(number, first, flat_k.shape[0]))
             attended = attention_backend(self.attention_backend)(
-                q, flat_k, flat_v, placed.batch(place), scale=config.attention_scale,
+                q, flat_k, flat_v, placed.batch(number, first), scale=config.attention_scale,
                 window=window_of[number] if windowed else None, softcap=config.attention_softcap,
             )  # fmt: skip
             out = select(number, lambda m: m.attention.out, attended.reshape(x.shape[0], -1))
             return out, flat_k.reshape(k_stack.shape), flat_v.reshape(v_stack.shape)
 
-        def layer(number: jax.Array, place: jax.Array, carry: Carry) -> Carry:
+        def layer(first: int, number: jax.Array, carry: Carry) -> Carry:
             x, k, v = carry
-            out, k, v = attend(number, place, select(number, lambda m: m.attention_norm, x), k, v)
+            out, k, v = attend(first, number, select(number, lambda m: m.attention_norm, x), k, v)
             if config.sandwich_norms:
                 out = select(number, lambda m: m.attention_out_norm, out)
             x = x + out
@@ -176,19 +189,30 @@ class _Selection:
 
 @dataclass(frozen=True)
 class _Placement:
-    """A layer's place in its stack: its blocks are numbered on from those of the layers before it."""
+    """Where a layer finds its blocks: through its group's table and slots, in its own place.
 
-    layer_slots: jax.Array
-    layer_batch: AttentionBatch
+    A stack seen as one flat pool numbers the blocks of a place on from those of the place before it.
+    """
+
+    layout: CacheLayout
+    group_slots: jax.Array
+    group_batch: AttentionBatch
     num_blocks: int
     block_size: int
 
-    def slots(self, place: jax.Array, stack_blocks: int) -> jax.Array:
-        """``[T]`` the slots in the stack; padding stays past its end."""
-        moved = self.layer_slots + place * (self.num_blocks * self.block_size)
-        return jnp.where(self.layer_slots < self.num_blocks * self.block_size, moved, stack_blocks * self.block_size)
+    def slots(self, number: jax.Array, first_place: int, stack_blocks: int) -> jax.Array:
+        """``[T]`` the slots in the stack that begins with ``first_place``; what is not written stays past its end."""
+        slots = self.group_slots[self._group(number)]
+        moved = slots + self._first_block(number, first_place) * self.block_size
+        return jnp.where(slots < self.num_blocks * self.block_size, moved, stack_blocks * self.block_size)
 
-    def batch(self, place: jax.Array) -> AttentionBatch:
-        """The batch with its block tables moved to the layer's blocks."""
-        tables = self.layer_batch.block_tables + place * self.num_blocks
-        return dataclasses.replace(self.layer_batch, block_tables=tables)
+    def batch(self, number: jax.Array, first_place: int) -> AttentionBatch:
+        """The batch with its group's block tables, moved to the layer's place: ``[S, max_blocks]``."""
+        tables = self.group_batch.block_tables[self._group(number)]
+        return dataclasses.replace(self.group_batch, block_tables=tables + self._first_block(number, first_place))
+
+    def _group(self, number: jax.Array) -> jax.Array | int:
+        return 0 if self.layout.num_groups == 1 else jnp.asarray(self.layout.group_of)[number]
+
+    def _first_block(self, number: jax.Array, first_place: int) -> jax.Array:
+        return (jnp.asarray(self.layout.place_of)[number] - first_place) * self.num_blocks

@@ -33,6 +33,8 @@ async def test_keys(served_with: Any) -> None:
         assert status == 200
     for path in ("/health", "/version"):
         assert (await served.get(path))[0] == 200
+    assert (await served.get("/debug/blocks"))[0] == 401
+    assert (await served.get("/debug/blocks", headers={"Authorization": "Bearer one"}))[0] == 200
 
 
 async def test_request_ids(served: Any) -> None:

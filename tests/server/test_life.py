@@ -76,7 +76,7 @@ async def test_loading(served_with: Any, llm: FakeLLM) -> None:
         return llm
 
     served = await served_with(engine=load)
-    for path in ("/health", "/metrics", "/v1/models"):
+    for path in ("/health", "/metrics", "/v1/models", "/debug/blocks"):
         status, body = await served.get(path)
         assert status == 503
         assert "loading" in body["error"]["message"]
@@ -99,6 +99,7 @@ async def test_draining_lets_requests_end(served: Any, llm: FakeLLM) -> None:
     assert status == 503
     assert "shutting down" in body["error"]["message"]
     assert (await served.get("/health"))[0] == 503
+    assert (await served.get("/debug/blocks"))[0] == 200, "whoever waits for the end may look at what runs"
     status, body = await running
     assert status == 200
     assert body["usage"]["completion_tokens"] == 30

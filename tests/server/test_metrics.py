@@ -9,6 +9,7 @@ OCCUPANCY: dict[str, Any] = {
     "running": 2,
     "waiting": 1,
     "blocks_held": 3,
+    "blocks_cached": 4,
     "blocks_total": 12,
     "slots_filled": 40,
     "slots_held": 48,
@@ -23,9 +24,10 @@ def metrics() -> Metrics:
     metrics.observe_first_token(0.07)
     metrics.observe_token_gap(0.02)
     metrics.observe_token_gap(0.03)
-    metrics.observe_prompt_tokens(18)
+    metrics.observe_plan(prompt_tokens=18, recomputed=30, queried=26, hits=8, copies=1)
     metrics.observe_generation_tokens(2)
-    metrics.observe_preemption("recompute", 30)
+    metrics.observe_preemption("recompute")
+    metrics.observe_preemption("swap")
     metrics.observe_rejection("queue_full")
     metrics.set_compiled_shapes(4)
     metrics.count_compile_after_warmup()
@@ -46,11 +48,15 @@ def test_as_dict(metrics: Metrics) -> None:
         "prompt_tokens": 18,
         "generation_tokens": 2,
         "recomputed_tokens": 30,
-        "num_preemptions": 1,
+        "prefix_cache_queries": 26,
+        "prefix_cache_hits": 8,
+        "cow_copies": 1,
+        "num_preemptions": 2,
         "admission_rejections{reason=queue_full}": 1,
         "compiles_after_warmup": 1,
         "kv_blocks": 12,
-        "kv_blocks{state=free}": 9,
+        "kv_blocks{state=free}": 5,
+        "kv_blocks{state=cached}": 4,
         "kv_blocks{state=referenced}": 3,
         "request_success": 2,
         "request_success{finished_reason=stop}": 1,
@@ -70,7 +76,9 @@ def test_prometheus_reads_it(metrics: Metrics) -> None:
         samples[(sample.name, *sorted(sample.labels.items()))] = sample.value
     name = ("model_name", "tiny")
     assert samples["vllm:generation_tokens_total", name] == 2
-    assert samples["vllm:num_preemptions_total", ("mode", "recompute"), name] == 1
+    for mode in ("recompute", "swap"):
+        assert samples["vllm:num_preemptions_total", ("mode", mode), name] == 1
+    assert samples["vllm:prefix_cache_hits_total", name] == 8
     assert samples["vllm:cache_config_info", ("block_size", "16"), name, ("num_blocks", "12")] == 1
     buckets = {
         le: samples["vllm:inter_token_latency_seconds_bucket", ("le", le), name] for le in ("0.01", "0.025", "+Inf")

@@ -24,6 +24,12 @@ VALID: dict[str, dict[str, Any]] = {
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 BOTH = (COMPLETIONS, CHAT)
+NOT_FOR_BEAMS: dict[str, Any] = {
+    "top_p": 0.9, "top_k": 5, "min_p": 0.1, "logit_bias": {"5": 1}, "allowed_token_ids": [5], "bad_words": ["x"],
+    "presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.1, "prompt_logprobs": 0, "priority": 1,
+    "stop": "x", "stop_token_ids": [5], "include_stop_str_in_output": True, "min_tokens": 1,
+    "skip_special_tokens": False,
+}  # fmt: skip
 
 # paths, fields that are changed, the status, the param that is named
 WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
@@ -83,8 +89,35 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     (BOTH, {"service_tier": "priority"}, 400, "service_tier"),
     (BOTH, {"priority": 1}, 400, "priority"),
     (BOTH, {"priority": False}, 400, "priority"),
-    (BOTH, {"cache_salt": "x"}, 400, "cache_salt"),
-    (BOTH, {"use_beam_search": True}, 400, "use_beam_search"),
+    (BOTH, {"priority": "high"}, 400, "priority"),
+    (BOTH, {"priority": 2**40}, 400, "priority"),
+    (BOTH, {"cache_salt": ""}, 400, "cache_salt"),
+    (BOTH, {"cache_salt": "x" * 257}, 400, "cache_salt"),
+    (BOTH, {"cache_salt": 7}, 400, "cache_salt"),
+    (BOTH, {"best_of": 129}, 400, "best_of"),
+    (BOTH, {"best_of": "2"}, 400, "best_of"),
+    (BOTH, {"n": 3, "best_of": 2}, 400, "best_of"),
+    (BOTH, {"best_of": 2, "stream": True}, 400, "best_of"),
+    (BOTH, {"use_beam_search": "yes"}, 400, "use_beam_search"),
+    (BOTH, {"length_penalty": 2.0}, 400, "length_penalty"),
+    (BOTH, {"early_stopping": True}, 400, "early_stopping"),
+    (BOTH, {"early_stopping": "never"}, 400, "early_stopping"),
+    (BOTH, {"early_stopping": "often"}, 400, "early_stopping"),
+    (BOTH, {"early_stopping": 0}, 400, "early_stopping"),
+    (BOTH, {"use_beam_search": True, "n": 129}, 400, "n"),
+    (BOTH, {"use_beam_search": True, "n": 0, "best_of": 4}, 400, "n"),
+    (BOTH, {"use_beam_search": True, "n": 3, "best_of": 2}, 400, "best_of"),
+    (BOTH, {"use_beam_search": True, "n": 17}, 400, "n"),  # the engine's limit
+    (BOTH, {"use_beam_search": True, "best_of": 17}, 400, "best_of"),
+    (BOTH, {"use_beam_search": True, "length_penalty": 5.0}, 400, "length_penalty"),
+    (BOTH, {"use_beam_search": True, "length_penalty": "1"}, 400, "length_penalty"),
+    (BOTH, {"use_beam_search": True, "max_tokens": 0}, 400, "max_tokens"),
+    *((BOTH, {"use_beam_search": True, "temperature": t}, 400, "temperature") for t in (0.5, 2, 3)),
+    *((BOTH, {"use_beam_search": True, name: value}, 400, name) for name, value in NOT_FOR_BEAMS.items()),
+    ((COMPLETIONS,), {"use_beam_search": True, "logprobs": 0}, 400, "logprobs"),
+    ((COMPLETIONS,), {"use_beam_search": True, "echo": True, "logprobs": 0}, 400, "logprobs"),
+    ((CHAT,), {"use_beam_search": True, "logprobs": True}, 400, "logprobs"),
+    ((CHAT,), {"use_beam_search": True, "logprobs": True, "top_logprobs": 2}, 400, "logprobs"),
     (BOTH, {"guided_json": {}}, 400, "guided_json"),
     ((COMPLETIONS,), {"prompt": None}, 400, "prompt"),
     ((COMPLETIONS,), {"prompt": []}, 400, "prompt"),
@@ -102,9 +135,6 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((COMPLETIONS,), {"logprobs": 21}, 400, "logprobs"),
     ((COMPLETIONS,), {"logprobs": -1}, 400, "logprobs"),
     ((COMPLETIONS,), {"logprobs": True}, 400, "logprobs"),
-    ((COMPLETIONS,), {"best_of": 129}, 400, "best_of"),
-    ((COMPLETIONS,), {"n": 3, "best_of": 2}, 400, "best_of"),
-    ((COMPLETIONS,), {"best_of": 2, "stream": True}, 400, "best_of"),
     ((COMPLETIONS,), {"suffix": "end"}, 400, "suffix"),
     ((COMPLETIONS,), {"echo": "yes"}, 400, "echo"),
     ((COMPLETIONS,), {"messages": HELLO}, 400, "messages"),
@@ -142,7 +172,6 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((CHAT,), {"logprobs": 3}, 400, "logprobs"),
     ((CHAT,), {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ((CHAT,), {"top_logprobs": 2}, 400, "top_logprobs"),
-    ((CHAT,), {"best_of": 2}, 400, "best_of"),
     ((CHAT,), {"echo": True}, 400, "echo"),
     ((CHAT,), {"response_format": {"type": "json_object"}}, 400, "response_format"),
     ((CHAT,), {"tools": [FUNCTION]}, 400, "tools"),
@@ -220,6 +249,9 @@ async def test_what_changes_nothing_is_accepted(served: Any, path: str) -> None:
         "safety_identifier": "x",
         "prompt_cache_key": "y",
         "top_k": -1,
+        "best_of": 1,
+        "length_penalty": 1,
+        "early_stopping": False,
     }
     if path == CHAT:
         nothing |= {
@@ -235,7 +267,7 @@ async def test_what_changes_nothing_is_accepted(served: Any, path: str) -> None:
             "logprobs": False,
         }
     else:
-        nothing |= {"suffix": None, "best_of": 1, "echo": False}
+        nothing |= {"suffix": None, "echo": False}
     status, body = await served.post(path, VALID[path] | nothing)
     assert status == 200, body
 
@@ -306,7 +338,6 @@ async def test_paths_and_methods(served: Any) -> None:
         ("/v1/nothing", 404, "unknown_path"),
         ("/", 404, "not_built"),
         ("/openapi.json", 404, "not_built"),
-        ("/debug/blocks", 404, "not_built"),
         (COMPLETIONS, 405, "method_not_allowed"),
     ):
         found, body = await served.get(path)
@@ -353,6 +384,8 @@ async def test_a_prompt_may_have_more_tokens_than_a_request_may_have_prompts(ser
         ("bad_words", ["a" * 10_000, ""]),
         ("stop_token_ids", [1] * 10_000 + [-1]),
         ("n", 10**3000),
+        ("cache_salt", "a" * 10_000),
+        ("early_stopping", "a" * 10_000),
         ("seed", 10**3000),
     ],
 )
