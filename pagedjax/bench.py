@@ -200,8 +200,16 @@ def _numbers(
     steps = round(spent["step_host_seconds_count"])
     numbers = throughput(len(timelines), prompt_tokens, output_tokens, elapsed)
     numbers |= latencies(ttft=ttft, tpot=tpot, itl=itl, e2el=e2el)
+    computed = spent["iteration_tokens_total_sum"]
+    counted = ("recomputed_tokens", "prefix_cache_queries", "prefix_cache_hits", "cow_copies")
     return numbers | {
         "preemptions": round(spent["num_preemptions"]),
+        "preemptions_by_mode": {
+            mode: round(spent[f"num_preemptions{{mode={mode}}}"]) for mode in ("recompute", "swap")
+        },
+        "computed_tokens": round(computed),
+        **{name: round(spent[name]) for name in counted},
+        "recomputed_share": round(spent["recomputed_tokens"] / computed, 5),
         "compiles_after_warmup": round(spent["compiles_after_warmup"]),
         "steps": steps,
         "host_ms_per_step": round(1000 * spent["step_host_seconds_sum"] / steps, 4),

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import jax
 
+from pagedjax.block_tables import BlockTables
 from pagedjax.checkpoint import cache_root, open_checkpoint
 from pagedjax.config import EngineConfig, UserError
 from pagedjax.engine import Engine
 from pagedjax.metrics import Metrics
 from pagedjax.pack import StepShapes
 from pagedjax.runner import StepRunner
-from pagedjax.sizing import choose_sizes, startup_report
+from pagedjax.sizing import EngineSizes, choose_sizes, startup_report
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.weights import build_model, resolve_backend, resolve_dtype
 
@@ -26,13 +27,19 @@ def say_on_stderr(line: str) -> None:
     print(f"pagedjax: {line}", file=sys.stderr, flush=True)
 
 
-def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say = say_on_stderr) -> Engine:
+def load_engine(
+    config: EngineConfig,
+    chat_template: str | None = None,
+    say: Say = say_on_stderr,
+    make_tables: Callable[[EngineSizes], BlockTables] | None = None,
+) -> Engine:
     """An engine that has compiled everything it will ever run.
 
     Args:
         config: its settings.
         chat_template: takes the place of the model's own.
         say: gets the lines of the progress and of the start-up report.
+        make_tables: for block tables of another kind than paged ones.
 
     Raises:
         UserError: the model can't be loaded or does not fit.
@@ -76,6 +83,7 @@ def load_engine(config: EngineConfig, chat_template: str | None = None, say: Say
         metrics=metrics,
         prefix_caching=config.enable_prefix_caching,
         by_priority=config.scheduling_policy == "priority",
+        tables=make_tables(sizes) if make_tables else None,
         seed=config.seed,
     )
 
