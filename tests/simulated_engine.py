@@ -227,6 +227,7 @@ class SimulatedEngine:
         self.ended: deque[list[int]] = deque(maxlen=8)  # tokens of sequences that have ended, for a chat's next turn
         self.device = Device(self)
         self.num_preemptions = self.num_swaps = self.num_copies = self.queried = self.hits = self.again = 0
+        self.num_found_later = 0  # prompts that went on from what others had computed since their last chunk
         self._num_jobs = 0
         self._admissions: set[int] = set()
 
@@ -618,23 +619,25 @@ class SimulatedEngine:
         assert plan.num_tokens == sum(share.num_tokens for share in plan) <= self.token_budget, "over the budget"
         shares = {share.sequence: share for share in plan}
         assert len(shares) == len(list(plan)) <= self.max_num_seqs
+        stayed = {*before.running} - {preemption.sequence for preemption in plan.preemptions}
         for sequence, share in shares.items():
             assert sequence.state is RUNNING, "a plan holds running sequences only"
-            self._check_share(sequence, share, before)
+            self._check_share(sequence, share, before, sequence in stayed)
         assert all(share.num_tokens == 1 and share.samples for share in plan.decodes)
         assert not any(share.num_tokens == 1 and share.samples for share in plan.prefills)
-        stayed = {*before.running} - {preemption.sequence for preemption in plan.preemptions}
         for part in (plan.decodes, plan.prefills):
             turns = [(share.sequence not in stayed, share.sequence.order) for share in part]
             assert turns == sorted(turns), "first those that ran, then those admitted, each in turn"
         self._check_preemptions(plan, before)
         self._check_progress(plan, before, shares)
 
-    def _check_share(self, sequence: Sequence, share: ScheduledSequence, before: Before) -> None:
+    def _check_share(self, sequence: Sequence, share: ScheduledSequence, before: Before, stayed: bool) -> None:
         assert share.num_tokens >= 1
         start, end, was = share.start, share.start + share.num_tokens, before.computed[sequence]
-        if sequence in before.running:
+        assert end <= len(sequence.token_ids) or stayed, "a token that is being sampled, and its lane is lost"
+        if stayed:
             assert start >= was
+            self.num_found_later += start > was
         if start > was:  # somebody else has computed the first of them
             assert sequence.root_key is not None
             assert sequence.reads_cache

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax.block_keys import root_key
@@ -287,15 +287,16 @@ def test_who_keeps_its_history_finds_less_where_a_window_has_left_it() -> None:
     assert adopted(tables, sequence(tables, [*CHAIN[:8], 99], keeps_history=True)) == (0, 0)
 
 
+@settings(max_examples=500)
 @given(
     st.sampled_from([(None,), (3,), (None, 3), (2, 6), (None, 2, 5), (3, 3)]),
     st.integers(1, 3),
     st.integers(1, 20),
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 19)), max_size=12),
+    st.sets(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=12),
     st.booleans(),
 )
 def test_the_longest_match_there_is(
-    windows: tuple[int | None, ...], block_size: int, length: int, lost: list[tuple[int, int]], keeps_history: bool
+    windows: tuple[int | None, ...], block_size: int, length: int, lost: set[tuple[int, int]], keeps_history: bool
 ) -> None:
     """Whatever blocks are gone, one by one in each group: held against trying every length."""
     tables = make(num_blocks=80, block_size=block_size, windows=windows)
@@ -394,6 +395,16 @@ def test_out_and_in_again() -> None:
     assert tables.swap is not None
     assert tables.swap.num_used == 0
     tables.pool.check_integrity(running.block_tables)
+
+
+def test_only_what_is_computed_is_swapped() -> None:
+    """In the middle of a prompt, whose later blocks have keys already."""
+    tables = make(swap_slots=4)
+    running = sequence(tables, CHAIN)
+    assert adopted(tables, running) == (0, 0)
+    compute(tables, running, 6)
+    assert len(running.block_keys) == 3
+    assert len(preempt(tables, running)) == 1
 
 
 def test_what_is_still_cached_is_not_fetched() -> None:

@@ -96,7 +96,8 @@ class TestGolden:
         outputs = run(small, [(c.prompt, PARAMS) for c in listed])
         for start in range(3):
             check(model, outputs[start::3])
-        assert small.metrics.as_dict()["num_preemptions"] > 0
+        if model not in ("mistral", "gemma3_text"):  # their windows are so narrow that hardly a block is missed
+            assert small.metrics.as_dict()["num_preemptions"] > 0
 
 
 def max_step_tokens(engine_under_test: object) -> int:

@@ -7,7 +7,7 @@ chunks, preempted and computed again. ADR 2 says which shapes would break it.
 import random
 
 import pytest
-from golden_models import MAX_MODEL_LEN, MODELS, engine, run
+from golden_models import MAX_MODEL_LEN, MODELS, blocks_of, engine, run
 
 from pagedjax import RequestOutput, SamplingParams
 from pagedjax.engine import Engine
@@ -79,9 +79,10 @@ def test_chunked(alone: tuple[str, str, list[object]]) -> None:
 
 def test_preempted(alone: tuple[str, str, list[object]]) -> None:
     model, dtype, expected = alone
-    small = engine(model, dtype, num_blocks=2 * MAX_MODEL_LEN // 16)
+    small = engine(model, dtype, num_blocks=blocks_of(model, 2 * MAX_MODEL_LEN))
     check(small, expected, others=True)
-    assert small.metrics.as_dict()["num_preemptions"] > 20
+    if model not in ("mistral", "gemma3_text"):  # their windows are so narrow that hardly a block is missed
+        assert small.metrics.as_dict()["num_preemptions"] > 20
 
 
 def test_other_block_size(alone: tuple[str, str, list[object]]) -> None:

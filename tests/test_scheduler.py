@@ -167,25 +167,15 @@ def test_prompts_are_shared_within_one_round() -> None:
 
 
 def test_a_prompt_finds_what_another_computes_meanwhile() -> None:
-    """Neither begins with nothing: they differ in turn, and each block is computed once."""
-    engine = make(max_num_seqs=2, token_budget=6)
-    add(engine, ones(24), 1)
-    assert shares(step(engine)) == {"1": 6}
-    add(engine, ones(24), 1)
-    plans = [shares(plan) for plan in steps_until(engine, lambda _: not engine.jobs)]
-    # The second finds one block at first. What the first goes on to compute, it does not compute again.
-    assert sum(plan.get("2", 0) for plan in plans) < 24
-    assert engine.hits > 4
-    engine.check_idle()
-
-
-def test_a_prompt_that_is_found_as_it_runs_stays_in_the_budget() -> None:
-    engine = make(num_blocks=57, block_size=1, max_num_seqs=4, token_budget=4)
+    """Five alike; one that was preempted catches up with another. It finds what that one has decoded since, in the
+    middle of catching up, and stays within the budget though it has but one token to compute now."""
+    engine = make(num_blocks=57, block_size=1, max_num_seqs=4, token_budget=4, windows=(None, 3, 3))
     for _ in range(5):
         add(engine, ones(1), 18)
     step(engine)
     engine.end(engine.jobs[0])
     finish(engine)
+    assert engine.num_found_later > 0
 
 
 def test_decoded_blocks_join_the_cache() -> None:
@@ -287,6 +277,32 @@ def test_beams_fork_and_drop(windows: tuple[int | None, ...], num_blocks: int) -
     assert engine.num_copies > 0
 
 
+def test_beams_that_have_delivered_make_room_for_those_before_and_behind_them() -> None:
+    """The third beam ranks last and has no block; the other two wait for it, and need none before it has run."""
+    engine = make(num_blocks=3, block_size=3, max_num_seqs=3, token_budget=3)
+    assert engine.add_beams([0], 2, 1) is not None
+    assert engine.add_beams([0], 2, 3) is not None
+    finish(engine)
+
+
+def test_a_search_beyond_the_prompt_s_window_still_comes_to_its_end() -> None:
+    """A beam that has lost its place finds nothing of what the others have left behind, and computes all of it."""
+    for num_blocks in range(8, 30):
+        engine = make(num_blocks=num_blocks, block_size=1, windows=(None, 2), max_num_seqs=3, token_budget=3)
+        for seed in range(3):
+            engine.add_beams([1, 0], 6, 3, seed=seed)
+        finish(engine)
+
+
+def test_a_prompt_without_output_is_left_in_peace() -> None:
+    """It is computed and not committed; nobody takes it for a beam that stands in the way."""
+    engine = make(max_num_seqs=1)
+    add(engine, ones(3), 0, shares=False)
+    add(engine, ones(3), 0, shares=False)
+    finish(engine)
+    assert engine.num_preemptions == 0
+
+
 # ---- preemption ----
 
 
@@ -356,6 +372,32 @@ def test_priority_comes_before_arrival() -> None:
     steps_until(engine, lambda _: urgent not in engine.jobs)
     assert set(shares(step(engine))) >= {"3"}
     finish(engine)
+
+
+@pytest.mark.parametrize("token_budget", [3, 8])
+def test_who_makes_way_waits_for_the_token_that_is_being_sampled(token_budget: int) -> None:
+    """There would be room for it again at once, beside what it shares; but nobody can plan with that token yet."""
+    engine = make(num_blocks=12, block_size=1, max_num_seqs=3, token_budget=token_budget, by_priority=True)
+    add(engine, ones(1), 11)
+    add(engine, ones(1), 11)
+    for _ in range(4):
+        engine.step()
+    assert engine.add_beams([0], 1, 1, priority=-1) is not None
+    plan = engine.plan()
+    assert [p.sequence.request_id for p in plan.preemptions] == ["2"]
+    assert set(shares(plan)) == {"1", "3"}
+    engine.commit()
+    finish(engine)
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 4])
+def test_a_search_finds_nothing_of_its_own_in_the_cache(max_num_seqs: int) -> None:
+    """A beam that has to wait for a lane goes on from its parent's blocks; nobody had computed them before."""
+    engine = make(block_size=2, max_num_seqs=max_num_seqs, token_budget=16)
+    add(engine, ones(1), 20, shares=False)
+    assert engine.add_beams([0, 1] * 4, 4, 3, seed=1) is not None
+    finish(engine)
+    assert engine.hits == 0
 
 
 def test_priority_is_of_no_account_unless_asked_for() -> None:
