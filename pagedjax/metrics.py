@@ -41,7 +41,7 @@ _GAUGES = {
 _COUNTERS = {
     "prefix_cache_queries": "Tokens of admitted requests that were looked for in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found in the prefix cache and not computed.",
-    "recomputed_tokens": "Tokens computed again because their sequence was preempted.",
+    "recomputed_tokens": "Tokens computed again, after a preemption or where a sample found no lane to fork into.",
     "cow_copies": "Blocks copied because a sequence was about to write into one that others hold too.",
     "prompt_tokens": "Prompt tokens computed, those computed again not counted.",
     "generation_tokens": "Tokens generated.",

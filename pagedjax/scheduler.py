@@ -47,7 +47,8 @@ class Preemption:
 
 @dataclass(slots=True)
 class SchedulePlan:
-    """One step: decode rows first (one token each, all of them sample), then prefill chunks, each in the order of turn.
+    """One step: decode rows first (one token each, all of them sample), then prefill chunks; of each, those that ran
+    before come first, in the order of turn, and those admitted now follow.
 
     Before it computes anything, ``transfers`` are made and then ``copies``, each list in its order.
 
@@ -140,8 +141,7 @@ class Scheduler:
             child.num_reached = child.num_computed
             self._give_lane(child)
         else:
-            if parent.state is SequenceState.WAITING:  # preempted, and with it what the child would share
-                child.num_reached = parent.num_reached
+            child.num_reached = min(parent.num_reached, len(child.token_ids) - 1)
             child.state = SequenceState.WAITING
             insort(self.waiting, child, key=_ORDER)
 
@@ -209,7 +209,8 @@ class Scheduler:
         promised = sum(map(self.tables.promised, self.running))
         while self._free_lanes and budget:
             sequence = next((s for s in self.waiting if not s.is_paused), None)
-            if sequence is None:
+            # One that was preempted just now may have a token in the step in flight, which only its old lane will hold.
+            if sequence is None or sequence.num_pending:
                 return
             match = self.tables.match(sequence)
             if not self.tables.fits(sequence, match, promised):
@@ -239,7 +240,9 @@ class Scheduler:
     def _find_more(self, sequence: Sequence, plan: SchedulePlan) -> int:
         """Before a prompt's next chunk: others may have computed more of it meanwhile. What is left to compute."""
         tables = self.tables
-        if sequence.num_computed == len(sequence.block_tables[0]) * tables.block_size:
+        # Swapping in goes before copying, and a preemption may have freed a block that is still to be copied.
+        in_the_way = tables.swap is not None and bool(plan.preemptions)
+        if not in_the_way and sequence.num_computed == len(sequence.block_tables[0]) * tables.block_size:
             match = tables.match(sequence)
             if match.end > match.start and tables.to_adopt(sequence, match) <= self.pool.num_free:
                 plan.transfers += tables.adopt(sequence, match)
