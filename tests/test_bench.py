@@ -156,6 +156,7 @@ class ScriptedEngine:
         # What went before is not the benchmark's.
         self.metrics.observe_preemption("recompute")
         self.metrics.count_compile_after_warmup()
+        self.metrics.observe_plan(prompt_tokens=9, recomputed=9, queried=9, hits=9, copies=9)
         self._observe_step(1.0)
 
     @property
@@ -193,7 +194,8 @@ class ScriptedEngine:
                 )
             )
         if self.now == 102:
-            self.metrics.observe_preemption("recompute")
+            self.metrics.observe_preemption("swap")
+            self.metrics.observe_plan(prompt_tokens=5, recomputed=2, queried=7, hits=3, copies=1)
         return outputs
 
     def _observe_step(self, host_seconds: float) -> None:
@@ -221,6 +223,13 @@ def test_numbers_of_a_scripted_run() -> None:
         "itl_ms": {"mean": 1000.0, "median": 1000.0, "p90": 1000.0, "p99": 1000.0},
         "e2el_ms": {"mean": 4500.0, "median": 4500.0, "p90": 4900.0, "p99": 4990.0},
         "preemptions": 1,
+        "preemptions_by_mode": {"recompute": 0, "swap": 1},
+        "computed_tokens": 5,
+        "recomputed_tokens": 2,
+        "prefix_cache_queries": 7,
+        "prefix_cache_hits": 3,
+        "cow_copies": 1,
+        "recomputed_share": 0.4,
         "compiles_after_warmup": 0,
         "steps": 5,
         "host_ms_per_step": 2.0,
