@@ -5,13 +5,17 @@ what is expected is computed before an engine that keeps blocks comes into being
 """
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_model import write_chain_model
 from golden_models import MODELS, blocks_of, engine, run
 
 from pagedjax import BeamSearchParams, RequestOutput, SamplingParams
+from pagedjax.config import EngineConfig
 from pagedjax.engine import Engine
+from pagedjax.loading import load_engine
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=20)
@@ -181,16 +185,23 @@ def test_a_salt_keeps_strangers_apart() -> None:
     assert found == [0, 0, 32, 0, 32]
 
 
-def test_samples_hold_their_prompt_once() -> None:
-    """n = 8 on 64 tokens: one prefill, and no more slots than the prompt's and each sample's own."""
-    plain = engine("llama")
-    plain.add_request("eight", tokens(13, 64), SamplingParams(n=8, seed=1, max_tokens=20))
+def test_samples_hold_their_prompt_once(tmp_path: Path, step_cache: Path) -> None:
+    """n = 8 on 512 tokens: one prefill, and no more slots than the prompt's and each sample's own."""
+    model = write_chain_model(tmp_path / "model", {"a": {"a": 0.5, "b": 0.5}, "b": "a"}, max_model_len=600)
+    config = EngineConfig(
+        model=str(model.folder), dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, num_kv_blocks=64
+    )
+    eight = load_engine(config)
+    params = SamplingParams(n=8, seed=1, max_tokens=20, ignore_eos=True)
+    eight.add_request("eight", [model.id("a")] * 512, params)
     most = 0
-    while plain.has_work:
-        plain.step()
-        most = max(most, plain.blocks_held * BLOCK)
-    assert 64 + 8 * 16 <= most <= 64 + 8 * (20 + BLOCK)
-    assert numbers(plain)["prompt_tokens"] == 64 + 7  # the others look at its last token for their first draw
+    while eight.has_work:
+        eight.step()
+        most = max(most, eight.blocks_held * BLOCK)
+    assert 512 + 8 * 16 <= most <= 512 + 8 * (20 + BLOCK)
+    # One prefill: each of the other seven looks at the prompt's last token for its first draw, and writes nothing.
+    assert numbers(eight)["prompt_tokens"] == 512 + 7
+    assert numbers(eight)["cow_copies"] == 0  # 512 tokens end with a block
 
 
 def test_a_failed_row_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
