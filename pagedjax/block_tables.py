@@ -87,9 +87,11 @@ class BlockTables:
             return self.num_groups
         return sum(1 + self._needed(sequence, group, new) for group in range(self.num_groups))
 
-    def to_adopt(self, sequence: Sequence, match: Match) -> int:
-        """Blocks that nobody holds now and that taking up a match takes."""
-        return sum(self._to_adopt(sequence, group, match) for group in range(self.num_groups))
+    def is_on_device(self, sequence: Sequence, match: Match) -> bool:
+        """Whether nothing of a match has to be swapped in."""
+        keys = sequence.block_keys
+        lookup = self.pool.lookup
+        return all(lookup(g, key) is not None for g, at in enumerate(match.first) for key in keys[at : match.end])
 
     def to_admit(self, sequence: Sequence, match: Match) -> int:
         """Blocks that nobody holds now and that a waiting sequence's known tokens take, with this match."""

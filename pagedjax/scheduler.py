@@ -239,13 +239,11 @@ class Scheduler:
 
     def _find_more(self, sequence: Sequence, plan: SchedulePlan) -> int:
         """Before a prompt's next chunk: others may have computed more of it meanwhile. What is left to compute."""
-        tables = self.tables
-        # Swapping in goes before copying, and a preemption may have freed a block that is still to be copied.
-        in_the_way = tables.swap is not None and bool(plan.preemptions)
-        if not in_the_way and sequence.num_computed == len(sequence.block_tables[0]) * tables.block_size:
-            match = tables.match(sequence)
-            if match.end > match.start and tables.to_adopt(sequence, match) <= self.pool.num_free:
-                plan.transfers += tables.adopt(sequence, match)
+        if sequence.num_computed == len(sequence.block_tables[0]) * self.tables.block_size:
+            match = self.tables.match(sequence)
+            # Nothing is swapped in: that would go before the plan's copies, and might overwrite what one of them reads.
+            if match.end > match.start and self.tables.is_on_device(sequence, match):
+                self.tables.adopt(sequence, match)
                 self._count_hits(sequence, plan)
         return self._wanted(sequence)
 

@@ -26,7 +26,7 @@ Each of these mutations of the code under test was made once, by hand, and is ca
   out or in;
 - window_blocks: one too few;
 - admission: promises ignored; matches not counted; the first in line overtaken; paused ones run; budget not reduced;
-- a running prompt that finds more: over the budget; in the middle of a block;
+- a running prompt that finds more: over the budget; in the middle of a block; swapped in (`test_scheduler`);
 - turns: decodes not set aside; preempted ones planned; a token past `max_tokens`; a token waited for; those ahead taken
   as victims; priorities that make way for ever, or for equals; a stand-off of beams never broken, or by whoever runs;
 - preempt: the lane kept; the blocks kept; last in line;
@@ -124,6 +124,13 @@ class MemoryMachine(RuleBasedStateMachine):
     def add_beams(self, document: int, length: int, **request: Any) -> None:
         self._executed()
         self.engine.add_beams(DOCUMENTS[document][:length], **request)
+
+    @rule(document=st.integers(0, 1), count=st.integers(3, 6))
+    def add_alike(self, document: int, count: int) -> None:
+        """They preempt each other, and who catches up finds what the others have decoded meanwhile."""
+        self._executed()
+        for _ in range(count):
+            self.engine.add(DOCUMENTS[document][:1], 18)
 
     @rule()
     def add_what_just_fits(self) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from simulated_engine import Job, SimulatedEngine
 
+from pagedjax.block_keys import root_key
 from pagedjax.block_tables import BlockTables
 from pagedjax.blocks import BlockPool
 from pagedjax.request import Sequence, SequenceState
 from pagedjax.scheduler import SchedulePlan, Scheduler
+from pagedjax.swap_space import SwapSpace
 
 
 def make(num_blocks: int = 40, block_size: int = 4, max_num_seqs: int = 4, token_budget: int = 8, **kind: Any) -> Any:
@@ -176,6 +178,22 @@ def test_a_prompt_finds_what_another_computes_meanwhile() -> None:
     engine.end(engine.jobs[0])
     finish(engine)
     assert engine.num_found_later > 0
+
+
+def test_a_prompt_under_way_fetches_nothing_from_the_swap_space() -> None:
+    """That would go before the plan's copies, and might overwrite what one of them reads."""
+    swap = SwapSpace(4)
+    tables = BlockTables(BlockPool(8), block_size=4, chunk=4, swap=swap)
+    scheduler = Scheduler(tables, max_num_seqs=1, token_budget=4)
+    sequence = Sequence("1", 0, ones(12), 12, 1, root_key=root_key())
+    scheduler.add(sequence)
+    scheduler.schedule()
+    tables.name_blocks(sequence, 2)
+    swap.take(0, sequence.block_keys[1])
+    assert tables.match(sequence).end == 2
+    plan = scheduler.schedule()
+    assert not plan.transfers
+    assert [(share.start, share.num_tokens) for share in plan] == [(4, 4)]
 
 
 def test_decoded_blocks_join_the_cache() -> None:
