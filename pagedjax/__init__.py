@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 _HOMES = {
-    "AttentionBatch": "attention",
+    "AttentionBatch": "attention_batch",
     "BeamSearchParams": "config",
     "PackedRow": "pack",
     "RowInput": "step",

@@ -1,7 +1,7 @@
 """pagedjax: serve decoder-only language models with JAX, from a paged KV cache."""
 
 from pagedjax.async_engine import AsyncLLM, QueueFull, RequestError
-from pagedjax.attention import AttentionBatch
+from pagedjax.attention_batch import AttentionBatch
 from pagedjax.config import BeamSearchParams, SamplingParams, UserError
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.llm import LLM

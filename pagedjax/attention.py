@@ -1,212 +1,129 @@
-"""Attention over the paged cache: the choice of backend, and the plain-JAX backend ``xla``.
+"""Attention over the paged cache: which backend computes it, and which one writes the cache.
 
-A backend is a function with the signature of :func:`paged_attention_xla`. All of them read keys and values in place
-through the block tables and take the packed ragged batch of a step: decode rows first, then prefill chunks.
+``xla`` is plain JAX, for CPUs; ``pallas`` are the kernels for GPUs; ``pallas-interpret`` runs these on any device, for
+tests.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pagedjax.ordered_sum import sum_in_order
-
-# Context tokens per iteration. Fixed, and counted from the sequence's first token: a row's softmax then runs through
-# the same products in the same order whatever its neighbours, its chunk or its bucket.
-CONTEXT_CHUNK = 128
-# Decode rows that share an iteration, and query tokens in a tile of a prefill chunk.
-DECODE_GROUP = 8
-QUERY_TILE = 32
-# XLA's CPU products give other bits for other numbers of rows, unless these are padded to (ADR 2).
-_ROW_MULTIPLE = 4
-_HEAD_DIM_MULTIPLE = 64
-
-_MASKED = -1e30  # finite, so that a row with nothing to see gives no NaN
-
-AttentionFunction = Callable[..., jax.Array]
+from pagedjax.attention_batch import AttentionBatch
+from pagedjax.attention_gradient import attend_differentiably
+from pagedjax.kv_cache import write_kv
+from pagedjax.xla_attention import paged_attention_xla
+from pallas_kernels.kv_cache_write import kv_cache_write
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.tuning import decode_tiles, prefill_tiles, write_tiles
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AttentionBatch:
-    """Where each sequence's queries and context lie; the same for every layer.
-
-    Sequence ``s`` has queries ``cu_q_lens[s]`` to ``cu_q_lens[s + 1]`` of the packed tokens, the last of them at
-    position ``kv_lens[s] - 1``. The first ``num_decodes`` sequences have one query each.
+class AttentionBackend:
+    """Reads and writes one layer's cache in place.
 
     Attributes:
-        block_tables: ``[S, max_blocks]`` int32 physical blocks; unused entries are any valid block. In a step's input
-            there is one for each cache group, ``[G, S, max_blocks]``; each layer attends through its group's.
-        cu_q_lens: ``[S + 1]`` int32; sequences past ``num_seqs`` are empty.
-        kv_lens: ``[S]`` int32 tokens of context, this step's included; 0 for padding.
-        num_decodes, num_seqs: int32 scalars.
+        write: as `kv_cache.write_kv`.
+        attend: as `paged_attention_xla`.
     """
 
-    block_tables: jax.Array
-    cu_q_lens: jax.Array
-    kv_lens: jax.Array
-    num_decodes: jax.Array
-    num_seqs: jax.Array
+    write: Callable[..., tuple[jax.Array, jax.Array]]
+    attend: Callable[..., jax.Array]
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k_layer: jax.Array,
+        v_layer: jax.Array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: jax.Array | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array:
+        """Causal attention of each query over its sequence's cached context, softmax in float32. Differentiable.
+
+        Args:
+            q: ``[T, heads, head_dim]`` float32.
+            k_layer, v_layer: ``[num_blocks, kv_heads, block_size, head_dim]``, this step's tokens already written.
+            batch: the step's sequences.
+            scale: factor of the scores.
+            window: int32 scalar, a query sees this many tokens, itself included; None for all.
+            softcap: scores become ``softcap * tanh(score / softcap)``.
+
+        Returns:
+            ``[T, heads, head_dim]`` float32; rows of padding are unspecified but finite.
+        """
+        return attend_differentiably(self.attend, scale, softcap, q, k_layer, v_layer, batch, window)
 
 
-# Traced once for all layers of a kind: tracing it for each would take most of a warm start.
-@partial(jax.jit, static_argnames=("scale", "softcap"))
-def paged_attention_xla(
+def attention_backend(name: str) -> AttentionBackend:
+    """The backend of this name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return _BACKENDS[name]
+
+
+@partial(jax.jit, static_argnames=("scale", "softcap", "interpret"))
+def _attend_pallas(
     q: jax.Array,
     k_layer: jax.Array,
     v_layer: jax.Array,
     batch: AttentionBatch,
     *,
     scale: float,
-    window: jax.Array | int | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Causal attention of each query over its sequence's cached context, grouped heads, softmax in float32.
-
-    Every loop has a traced trip count, so the context's length is no shape, and padding costs nothing. Decode rows
-    run in groups, prefill chunks in tiles of queries; both are :func:`_attend` on a different batch.
-
-    Args:
-        q: ``[T, heads, head_dim]``, float32 or bfloat16, T at least ``DECODE_GROUP``.
-        k_layer, v_layer: ``[num_blocks, kv_heads, block_size, head_dim]``, this step's tokens already written.
-        batch: the step's sequences.
-        scale: factor of the scores.
-        window: a query sees this many tokens, itself included; None for all.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
-
-    Returns:
-        ``[T, heads, head_dim]`` float32; rows of padding are unspecified but finite.
-    """
-    num_tokens, heads, head_dim = q.shape
-    kv_heads = k_layer.shape[1]
-    groups = heads // kv_heads
-    grouped = q.reshape(num_tokens, kv_heads, groups, head_dim).astype(k_layer.dtype)
-    grouped = jnp.pad(grouped, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))  # slices never run past the end
-    attend = partial(_attend, k_layer=k_layer, v_layer=v_layer, scale=scale, window=window, softcap=softcap)
-
-    def decode_group(i: jax.Array, out: jax.Array) -> jax.Array:
-        first = i * DECODE_GROUP
-        rows = lax.dynamic_slice_in_dim(grouped, first, DECODE_GROUP)[:, None]
-        lens = lax.dynamic_slice_in_dim(batch.kv_lens, first, DECODE_GROUP)
-        lens = jnp.where(first + jnp.arange(DECODE_GROUP) < batch.num_decodes, lens, 0)
-        tables = lax.dynamic_slice_in_dim(batch.block_tables, first, DECODE_GROUP)
-        result = attend(rows, block_tables=tables, positions=lens[:, None] - 1)
-        return lax.dynamic_update_slice_in_dim(out, result[:, 0], first, 0)
-
-    tile_ends = jnp.cumsum(_tiles_per_sequence(batch))
-
-    def prefill_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        seq = jnp.sum(tile_ends <= i, dtype=jnp.int32)
-        in_seq = i - jnp.where(seq > 0, tile_ends[seq - 1], 0)
-        end = batch.cu_q_lens[seq + 1]
-        first = batch.cu_q_lens[seq] + in_seq * QUERY_TILE
-        offsets = jnp.arange(QUERY_TILE)
-        positions = batch.kv_lens[seq] - (end - first) + offsets
-        positions = jnp.where(first + offsets < end, positions, -1)
-        rows = lax.dynamic_slice_in_dim(grouped, first, QUERY_TILE)[None]
-        result = attend(rows, block_tables=batch.block_tables[seq][None], positions=positions[None])
-        # What a last tile writes past its sequence's end, the next sequence's tiles write over.
-        return lax.dynamic_update_slice_in_dim(out, result[0], first, 0)
-
-    out = jnp.zeros(grouped.shape, jnp.float32)
-    out = lax.fori_loop(0, -(-batch.num_decodes // DECODE_GROUP), decode_group, out)
-    out = lax.fori_loop(0, tile_ends[-1], prefill_tile, out)
-    return out[:num_tokens].reshape(num_tokens, heads, head_dim)
-
-
-def _tiles_per_sequence(batch: AttentionBatch) -> jax.Array:
-    """``[S]`` query tiles of each prefill chunk, 0 for decode rows and padding."""
-    index = jnp.arange(batch.kv_lens.shape[0])
-    tiles = -(-jnp.diff(batch.cu_q_lens) // QUERY_TILE)
-    return jnp.where((index >= batch.num_decodes) & (index < batch.num_seqs), tiles, 0)
-
-
-def _attend(
-    q: jax.Array,
-    *,
-    k_layer: jax.Array,
-    v_layer: jax.Array,
-    block_tables: jax.Array,
-    positions: jax.Array,
-    scale: float,
-    window: jax.Array | int | None,
+    window: jax.Array | None,
     softcap: float | None,
+    interpret: bool,
 ) -> jax.Array:
-    """N sequences' queries over their contexts, by online softmax in chunks of the context (FlashAttention).
-
-    Args:
-        q: ``[N, Q, kv_heads, groups, head_dim]``.
-        block_tables: ``[N, max_blocks]``.
-        positions: ``[N, Q]`` position of each query; -1 sees nothing and gives 0.
-
-    Returns:
-        ``[N, Q, kv_heads, groups, head_dim]`` float32.
-    """
-    n, num_queries, kv_heads, groups, head_dim = q.shape
-    num_blocks, _, block_size, _ = k_layer.shape
-    chunk_blocks = CONTEXT_CHUNK // block_size
-    num_rows = num_queries * groups
-    rows = jnp.moveaxis(q, 2, 1).reshape(n, kv_heads, num_rows, head_dim)
-    rows = _pad_multiple(rows, 2, _ROW_MULTIPLE)
-    row_positions = _pad_multiple(jnp.repeat(positions, groups, axis=1), 1, _ROW_MULTIPLE, value=-1)
-    tables = _pad_multiple(block_tables, 1, chunk_blocks)
-
-    def gather(layer: jax.Array, blocks: jax.Array) -> jax.Array:
-        """``[N, kv_heads, CONTEXT_CHUNK, head_dim]`` of ``[N, chunk_blocks]``; heads first, so nothing moves twice."""
-        flat = layer.reshape(num_blocks * kv_heads, block_size, head_dim)
-        index = blocks[:, None, :] * kv_heads + jnp.arange(kv_heads)[None, :, None]
-        return flat[index].reshape(n, kv_heads, CONTEXT_CHUNK, head_dim)
-
-    def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        m, total, acc = carry
-        blocks = lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
-        k, v = gather(k_layer, blocks), _pad_multiple(gather(v_layer, blocks), 3, _HEAD_DIM_MULTIPLE)
-        scores = jnp.einsum("nhrd,nhcd->nhrc", rows, k, preferred_element_type=jnp.float32) * scale
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        at = i * CONTEXT_CHUNK + jnp.arange(CONTEXT_CHUNK)
-        seen = at <= row_positions[:, :, None]
-        if window is not None:
-            seen &= at > row_positions[:, :, None] - window
-        seen = seen[:, None]
-        m_new = jnp.maximum(m, jnp.max(jnp.where(seen, scores, _MASKED), axis=-1))
-        p = jnp.where(seen, jnp.exp(scores - m_new[..., None]), 0.0)
-        decay = jnp.exp(m - m_new)
-        pv = jnp.einsum("nhrc,nhcd->nhrd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return m_new, total * decay + sum_in_order(p)[..., 0], acc * decay[..., None] + pv
-
-    last = jnp.max(row_positions) // CONTEXT_CHUNK + 1
-    first = jnp.zeros((), jnp.int32)
-    if window is not None:
-        oldest = jnp.min(jnp.where(row_positions >= 0, row_positions, jnp.iinfo(jnp.int32).max))
-        first = jnp.maximum(oldest - window + 1, 0) // CONTEXT_CHUNK
-    shape = rows.shape[:3]
-    start = (
-        jnp.full(shape, _MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim + -head_dim % _HEAD_DIM_MULTIPLE), jnp.float32),
-    )
-    _, total, acc = lax.fori_loop(first, last, chunk, start)
-    out = acc[..., :head_dim] / jnp.where(total > 0, total, 1.0)[..., None]
-    out = out[:, :, :num_rows].reshape(n, kv_heads, num_queries, groups, head_dim)
-    return jnp.moveaxis(out, 1, 2)
+    """Decode rows by `paged_decode`, the others by `ragged_paged_attention`, into one array."""
+    arch = gpu_architecture()
+    num_tokens, heads, head_dim = q.shape
+    kv_heads, block_size = k_layer.shape[1:3]
+    max_context = batch.block_tables.shape[1] * block_size
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "interpret": interpret}
+    q = q.astype(k_layer.dtype)
+    out = ragged_paged_attention(
+        q, k_layer, v_layer, batch.block_tables, batch.cu_q_lens, batch.kv_lens, batch.num_decodes,
+        tiles=prefill_tiles(arch, head_dim, heads // kv_heads, k_layer.dtype), **options,
+    )  # fmt: skip
+    rows = min(num_tokens, batch.kv_lens.shape[0])
+    lens = jnp.where(jnp.arange(rows) < batch.num_decodes, batch.kv_lens[:rows], 0)
+    tiles = decode_tiles(arch, head_dim, k_layer.dtype, rows, kv_heads, max_context)
+    out = paged_decode(q, k_layer, v_layer, batch.block_tables[:rows], lens, out=out, tiles=tiles, **options)
+    return out.astype(jnp.float32)
 
 
-def _pad_multiple(x: jax.Array, axis: int, multiple: int, value: int = 0) -> jax.Array:
-    missing = -x.shape[axis] % multiple
-    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=value)
+@partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _write_pallas(
+    k_layer: jax.Array, v_layer: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    written = kv_cache_write(k_layer, v_layer, k, v, slots, tiles=write_tiles(k.shape[2]), interpret=interpret)
+    return written[0], written[1]
 
 
-_BACKENDS = {"xla": paged_attention_xla}
+@_write_pallas.defjvp
+def _(
+    interpret: bool, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    k_layer, v_layer, k, v, slots = primals
+    _, tangent = jax.jvp(partial(write_kv, slots=slots), (k_layer, v_layer, k, v), tangents[:4])
+    return _write_pallas(*primals, interpret), tangent
 
 
-def attention_backend(name: str) -> AttentionFunction:
-    """The backend of this name; every one has the signature of :func:`paged_attention_xla`.
+def gpu_architecture() -> str:
+    """The entry of the kernels' tables for the default device: ``sm_80``, or ``sm_90`` for what came after."""
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    return "sm_80" if float(capability) < 9 else "sm_90"
 
-    Raises:
-        KeyError: there is none.
-    """
-    return _BACKENDS[name]
+
+_BACKENDS = {"xla": AttentionBackend(write_kv, paged_attention_xla)} | {
+    name: AttentionBackend(partial(_write_pallas, interpret=interpret), partial(_attend_pallas, interpret=interpret))
+    for name, interpret in (("pallas", False), ("pallas-interpret", True))
+}

@@ -287,7 +287,7 @@ class EngineConfig:
             "quantization": (None,),
             "tensor_parallel_size": (1,),
             "speculative_config": (None,),
-            "attention_backend": ("auto", "xla"),
+            "attention_backend": ("auto", "xla", "pallas", "pallas-interpret"),
         }
         for name, values in built.items():
             if getattr(self, name) not in values:

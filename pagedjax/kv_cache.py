@@ -121,7 +121,7 @@ def write_kv(
     def write(layer: jax.Array, new: jax.Array) -> jax.Array:
         # Clipped before the cast: the largest float32 becomes infinite in bfloat16.
         largest = float(jnp.finfo(layer.dtype).max)
-        finite = jnp.clip(jnp.nan_to_num(new, posinf=largest, neginf=-largest), -largest, largest)
+        finite = jnp.clip(jnp.nan_to_num(new.astype(jnp.float32), posinf=largest, neginf=-largest), -largest, largest)
         return layer.at[block, :, offset].set(finite.astype(layer.dtype), mode="drop")
 
     return write(k_layer, k), write(v_layer, v)

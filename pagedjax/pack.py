@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.attention import DECODE_GROUP, AttentionBatch
+from pagedjax.attention_batch import AttentionBatch
 from pagedjax.config import MAX_LOGIT_BIAS, ModelConfig
 from pagedjax.sampling import SamplingInput
 from pagedjax.sampling_rows import SamplingRows
 from pagedjax.step import RowInput, StepInput, TokenInput, min_rows
+from pagedjax.xla_attention import DECODE_GROUP
 
 
 @dataclass(frozen=True)

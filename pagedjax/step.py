@@ -6,14 +6,16 @@ values only.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
-from pagedjax.attention import AttentionBatch
+from pagedjax.attention_batch import AttentionBatch
 from pagedjax.kv_cache import KVCache, copy_blocks
 from pagedjax.models import Decoder
 from pagedjax.sampling import TOP_LOGPROBS, SampleOutput, SamplingInput, sample, token_logprobs
@@ -133,7 +135,10 @@ def step(graphdef: Any, params: Any, kv_cache: KVCache, step_input: StepInput) -
         kv_cache: donate it.
         step_input: see its attributes for shapes.
     """
+    step_input = jax.tree.map(jnp.asarray, step_input)  # a packer's are NumPy's, which no traced index can look into
     kv_cache, hidden, prompt = forward(graphdef, params, kv_cache, step_input.tokens, step_input.last_tokens)
+    if not step_input.rows.lanes.size:
+        return kv_cache, StepOutput(None, prompt, step_input.last_tokens)
     samples, last_tokens = sample_rows(
         graphdef, params, kv_cache.token_ids, hidden, step_input.rows, step_input.last_tokens
     )
@@ -154,7 +159,10 @@ def forward(
     token_ids = jnp.where(tokens.feedback >= 0, fed_back, tokens.token_ids)
     kv_cache = copy_blocks(kv_cache, tokens.copies, tokens.num_copies)
     hidden, kv_cache = model(token_ids, tokens.positions, tokens.slots, kv_cache, tokens.batch)
-    return kv_cache, hidden[tokens.sampled], _prompt_logprobs(model, hidden, tokens)
+    prompt = _prompt_logprobs(
+        graphdef, params, hidden, tokens.prompt_rows, tokens.prompt_targets, tokens.num_prompt_rows
+    )
+    return kv_cache, hidden[tokens.sampled], prompt
 
 
 def sample_rows(
@@ -182,18 +190,19 @@ def sample_rows(
     return samples, last_tokens.at[rows.lanes].set(samples.tokens, mode="drop")
 
 
-def _prompt_logprobs(model: Decoder, hidden: jax.Array, tokens: TokenInput) -> PromptLogprobs:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _prompt_logprobs(
+    graphdef: Any, params: Any, hidden: jax.Array, rows: jax.Array, targets: jax.Array, count: jax.Array
+) -> PromptLogprobs:
     """In chunks of rows, as many as are asked for."""
-    num_tokens = hidden.shape[0]
-    chunk = max(PROMPT_ROWS, min_rows(model.embedding[...].dtype))
-    padded = -(-num_tokens // chunk) * chunk
-    rows = jnp.pad(tokens.prompt_rows, (0, padded - num_tokens))
-    targets = jnp.pad(tokens.prompt_targets, (0, padded - num_tokens))
+    model: Decoder = nnx.merge(graphdef, params)
+    num_tokens, chunk = hidden.shape[0], _prompt_chunk(model)
+    rows, targets = (jnp.pad(x, (0, -num_tokens % chunk)) for x in (rows, targets))
     out = PromptLogprobs(
-        logprobs=jnp.zeros(padded, jnp.float32),
-        ranks=jnp.zeros(padded, jnp.int32),
-        top_ids=jnp.zeros((padded, TOP_LOGPROBS), jnp.int32),
-        top_logprobs=jnp.zeros((padded, TOP_LOGPROBS), jnp.float32),
+        logprobs=jnp.zeros(rows.shape, jnp.float32),
+        ranks=jnp.zeros(rows.shape, jnp.int32),
+        top_ids=jnp.zeros((*rows.shape, TOP_LOGPROBS), jnp.int32),
+        top_logprobs=jnp.zeros((*rows.shape, TOP_LOGPROBS), jnp.float32),
     )
 
     def body(i: jax.Array, out: PromptLogprobs) -> PromptLogprobs:
@@ -202,5 +211,39 @@ def _prompt_logprobs(model: Decoder, hidden: jax.Array, tokens: TokenInput) -> P
         found = PromptLogprobs(*token_logprobs(logits, lax.dynamic_slice_in_dim(targets, at, chunk)))
         return jax.tree.map(lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, at, 0), out, found)
 
-    out = lax.fori_loop(0, -(-tokens.num_prompt_rows // chunk), body, out)
+    out = lax.fori_loop(0, -(-count // chunk), body, out)
     return jax.tree.map(lambda a: a[:num_tokens], out)
+
+
+@_prompt_logprobs.defjvp
+def _prompt_logprobs_jvp(
+    graphdef: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[PromptLogprobs, PromptLogprobs]:
+    """The derivative, by a loop that runs as often as a shape says: only such a one can be differentiated backwards."""
+    params, hidden, rows, targets, count = primals
+    out = _prompt_logprobs(graphdef, *primals)
+    wanted = jnp.concatenate([targets[:, None], out.top_ids], axis=1)
+
+    def again(params: Any, hidden: jax.Array) -> jax.Array:
+        model: Decoder = nnx.merge(graphdef, params)
+
+        def logprobs(row: jax.Array, ids: jax.Array) -> jax.Array:
+            logits = model.logits(hidden[row])
+            return jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=1)
+
+        chunk = _prompt_chunk(model)
+        num_chunks = -(-rows.shape[0] // chunk)
+        padding = num_chunks * chunk - rows.shape[0]
+        chunks = jnp.pad(rows, (0, padding)).reshape(num_chunks, chunk)
+        ids = jnp.pad(wanted, ((0, padding), (0, 0))).reshape(num_chunks, chunk, -1)
+        found = lax.map(jax.checkpoint(lambda both: logprobs(*both)), (chunks, ids)).reshape(-1, ids.shape[-1])
+        is_wanted = jnp.arange(rows.shape[0]) < count
+        return jnp.where(is_wanted[:, None], found[: rows.shape[0]], 0.0)
+
+    _, moved = jax.jvp(again, (params, hidden), tangents[:2])
+    none: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in (out.ranks, out.top_ids)]
+    return out, PromptLogprobs(moved[:, 0], none[0], none[1], moved[:, 1:])
+
+
+def _prompt_chunk(model: Decoder) -> int:
+    return max(PROMPT_ROWS, min_rows(model.embedding[...].dtype))

@@ -98,14 +98,19 @@ def resolve_dtype(dtype: str) -> str:
 
 
 def resolve_backend(attention_backend: str) -> str:
-    """``auto`` becomes ``xla``, the one there is so far.
+    """``auto`` becomes ``pallas`` on GPUs and ``xla`` elsewhere.
 
     Raises:
-        UserError: it is another one.
+        UserError: it is another one, or one that this machine can't run.
     """
-    if attention_backend not in ("auto", "xla"):
-        raise UserError(f"attention backend {attention_backend!r} is not built yet: use xla")
-    return "xla"
+    has_gpu = jax.default_backend() == "gpu"
+    if attention_backend == "auto":
+        return "pallas" if has_gpu else "xla"
+    if attention_backend not in ("xla", "pallas", "pallas-interpret"):
+        raise UserError(f"attention backend {attention_backend!r} is not built yet: use auto, xla or pallas")
+    if attention_backend == "pallas" and not has_gpu:
+        raise UserError("attention backend 'pallas' needs a GPU: use auto, or pallas-interpret for a slow trial")
+    return attention_backend
 
 
 def _cpu_has_bfloat16() -> bool:

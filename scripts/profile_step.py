@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pagedjax.attention import paged_attention_xla
 from pagedjax.config import SamplingParams
 from pagedjax.kv_cache import write_kv
 from pagedjax.models import Decoder, parse_config
 from pagedjax.pack import PackedRow, StepPacker, StepShapes
 from pagedjax.runner import StepRunner
 from pagedjax.weights import resolve_dtype
+from pagedjax.xla_attention import paged_attention_xla
 
 LLAMA_100M = {
     "model_type": "llama", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,

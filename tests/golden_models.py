@@ -56,9 +56,11 @@ def cases(model: str) -> list[Case]:
 
 
 @cache
-def runner(model: str, dtype: str, block_size: int) -> StepRunner:
+def runner(model: str, dtype: str, block_size: int, attention_backend: str = "xla") -> StepRunner:
     """A warm runner of 24 lanes and up to 64 tokens a step."""
-    graphdef, params, config = load_model(str(GOLDEN / model), dtype=dtype, show_progress=False)
+    graphdef, params, config = load_model(
+        str(GOLDEN / model), dtype=dtype, attention_backend=attention_backend, show_progress=False
+    )
     shapes = StepShapes.plan(
         config,
         max_num_seqs=24,
@@ -80,9 +82,10 @@ def blocks_of(model: str, num_tokens: int, block_size: int = 16) -> int:
 def engine(
     model: str, dtype: str = "float32", *, block_size: int = 16, token_budget: int = 64, num_blocks: int = 0,
     max_num_seqs: int = 24, prefix_caching: bool = False, swap_blocks: int = 0, eos_token_ids: tuple[int, ...] = (),
+    attention_backend: str = "xla",
 ) -> Engine:  # fmt: skip
     """A new engine over the shared runner; ``num_blocks`` 0 is all that the runner has."""
-    made = runner(model, dtype, block_size)
+    made = runner(model, dtype, block_size, attention_backend)
     sizes = EngineSizes(
         max_model_len=MAX_MODEL_LEN,
         num_blocks=num_blocks or made.shapes.num_blocks,

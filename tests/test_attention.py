@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.attention import AttentionBatch, paged_attention_xla
+from pagedjax.attention_batch import AttentionBatch
+from pagedjax.xla_attention import paged_attention_xla
 
 SEQS, CONTEXT, WHOLE = 8, 512, 300
 

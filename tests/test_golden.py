@@ -72,6 +72,14 @@ def test_logits(model: str) -> None:
             np.testing.assert_allclose(np.concatenate(found)[case.logits_start :], case.logits, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("token_budget", [64, 16])
+def test_by_the_gpu_kernels(model: str, token_budget: int) -> None:
+    """In interpret mode: prompts whole and in chunks, and decode rows beside them."""
+    interpreted = engine(model, attention_backend="pallas-interpret", token_budget=token_budget)
+    check(model, run(interpreted, [(c.prompt, PARAMS) for c in cases(model)], arrivals=[0, 2, 5]))
+
+
 @pytest.mark.parametrize("model", MODELS)
 class TestGolden:
     @pytest.mark.parametrize("block_size", [8, 16, 32])

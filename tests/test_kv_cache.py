@@ -56,4 +56,6 @@ def test_only_what_can_be_loaded_is_loaded() -> None:
     with pytest.raises(UserError, match="dtype"):
         load_model(str(GOLDEN / "llama"), dtype="float16")
     with pytest.raises(UserError, match="not built yet"):
+        load_model(str(GOLDEN / "llama"), attention_backend="cpu")
+    with pytest.raises(UserError, match="needs a GPU"):
         load_model(str(GOLDEN / "llama"), attention_backend="pallas")

@@ -248,5 +248,6 @@ def test_any_order_of_events() -> None:
 
 
 @pytest.mark.nightly
-def test_any_order_of_events_for_long() -> None:
-    assert run_machine(examples=3000, steps=100, derandomize=False)["executions"] >= 200_000
+@pytest.mark.parametrize("part", range(2))  # each within the time that a single test may take
+def test_any_order_of_events_for_long(part: int) -> None:
+    assert run_machine(examples=1500, steps=100, derandomize=False)["executions"] >= 100_000

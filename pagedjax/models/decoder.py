@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from pagedjax.attention import AttentionBatch, attention_backend
+from pagedjax.attention import attention_backend
+from pagedjax.attention_batch import AttentionBatch
 from pagedjax.cache_layout import CacheLayout
 from pagedjax.config import ModelConfig
-from pagedjax.kv_cache import KVCache, write_kv
+from pagedjax.kv_cache import KVCache
 from pagedjax.linear import Linear, dot, param
 from pagedjax.models.norm import RMSNorm
 from pagedjax.models.rope import apply_rope, rope_angles
@@ -132,7 +133,7 @@ class Decoder(nnx.Module):
         kind_of = jnp.asarray([kinds.index(layer.rope) for layer in config.layers])
         window_of = jnp.asarray([layer.window or _EVERYTHING for layer in config.layers], jnp.int32)
         windowed = any(layer.window for layer in config.layers)
-        activation = _ACTIVATIONS[config.activation]
+        activation, backend = _ACTIVATIONS[config.activation], attention_backend(self.attention_backend)
         placed = _Placement(config.cache_layout, slots, batch, kv_cache.num_blocks, kv_cache.block_size)
 
         def attend(first: int, number: jax.Array, x: jax.Array, k_stack: jax.Array, v_stack: jax.Array) -> Carry:
@@ -144,8 +145,8 @@ class Decoder(nnx.Module):
             cos, sin = cosines[kind_of[number]], sines[kind_of[number]]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             flat_k, flat_v = (stack.reshape(-1, *stack.shape[2:]) for stack in (k_stack, v_stack))
-            flat_k, flat_v = write_kv(flat_k, flat_v, k, v, placed.slots(number, first, flat_k.shape[0]))
-            attended = attention_backend(self.attention_backend)(
+            flat_k, flat_v = backend.write(flat_k, flat_v, k, v, placed.slots(number, first, flat_k.shape[0]))
+            attended = backend(
                 q, flat_k, flat_v, placed.batch(number, first), scale=config.attention_scale,
                 window=window_of[number] if windowed else None, softcap=config.attention_softcap,
             )  # fmt: skip

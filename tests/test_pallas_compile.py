@@ -1,0 +1,92 @@
+"""What a compiler makes of every kernel that is shipped, for both architectures, without a GPU."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="the triton package is for Linux only")
+
+from pallas_kernels import shapes, tuning
+from pallas_kernels.compile import KERNELS, Result, compile_all, main
+from pallas_kernels.offline import ARCHITECTURES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+ATTENTION = ("ragged_paged_attention", "paged_decode")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def results(request: pytest.FixtureRequest) -> list[Result]:
+    return compile_all([request.param])
+
+
+def test_nothing_spills_and_all_fits(results: list[Result]) -> None:
+    for result in results:
+        compiled = result.compiled
+        assert compiled.stack_bytes == 0, result
+        assert compiled.registers <= 255, result
+        assert compiled.shared_bytes <= ARCHITECTURES[result.arch].shared_bytes, result
+        assert compiled.programs_per_sm >= 1, result
+
+
+def test_keys_and_values_are_buffered(results: list[Result]) -> None:
+    """Each loop over the context has its keys and its values in two or more buffers."""
+    for result in results:
+        if result.kernel in ATTENTION:
+            loops = len(result.compiled.dots) // 2
+            assert len(result.compiled.buffers) >= 2 * loops, result
+            assert min(result.compiled.buffers) >= 2, result
+
+
+def test_tensor_cores_take_every_product(results: list[Result]) -> None:
+    for result in results:
+        dots, opcodes = set(result.compiled.dots), result.compiled.opcodes
+        is_hopper = result.arch == "sm_90"
+        if result.kernel == "ragged_paged_attention":
+            assert dots == {"wgmma" if is_hopper else "mma"}, result
+            assert opcodes == ("HGMMA" if is_hopper else "HMMA",), result
+        elif result.kernel == "paged_decode":  # 16 rows: a warp group would want 64
+            assert (dots, opcodes) == ({"mma"}, ("HMMA",)), result
+        elif result.kernel == "quant_matmul":
+            is_many = result.tiles.rows > 16
+            is_int8 = result.label.startswith("W8A8")
+            warp_groups = is_hopper and is_many and not result.label.startswith("FP8A8")  # ADR 10
+            assert dots == {"wgmma" if warp_groups else "mma"}, result
+            assert opcodes == (("I" if is_int8 else "H") + ("GMMA" if warp_groups else "MMA"),), result
+        else:
+            assert not dots, result
+
+
+def test_everything_is_there(results: list[Result]) -> None:
+    """Each kernel, each kind of model, each type of cache, each kind of weights."""
+    arch = results[0].arch
+    assert {r.kernel for r in results} == {*KERNELS, "reduce_segments"}
+    for kernel in ATTENTION:
+        labels = {r.label.split(" 64 x")[0].split(" 1 x")[0] for r in results if r.kernel == kernel}
+        assert len(labels) == len(list(shapes.attention_kinds())) * len(shapes.cache_dtypes(arch))
+    assert len([r for r in results if r.kernel == "quant_matmul"]) == 2 * len(shapes.weight_kinds(arch))
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--arch", "sm_90", "--kernel", "kv_cache_write"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| arch | kernel |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert all(re.match(r"\| sm_90 \| kv_cache_write \| .*bfloat16|.*int8|.*float8", line) for line in lines[2:])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("sequences", [1, 2, 8, 17, 64, 256])
+@pytest.mark.parametrize("kv_heads", [1, 4, 8, 32])
+def test_segments_fill_the_chip(arch: str, sequences: int, kv_heads: int) -> None:
+    """Once, where contexts are long enough, and never more than twice; and not at all where there is no need."""
+    programs = sequences * kv_heads
+    segments = tuning.decode_tiles(arch, 128, "bfloat16", sequences, kv_heads, 131_072).segments
+    num_sms = ARCHITECTURES[arch].num_sms
+    assert tuning.NUM_SMS[arch] == num_sms
+    assert programs * segments >= num_sms
+    assert segments == 1 or programs * segments < 2 * num_sms
+    short = tuning.decode_tiles(arch, 128, "bfloat16", sequences, kv_heads, 128)
+    assert short.segments <= 2  # no more than there are tiles
