@@ -86,12 +86,7 @@ def _quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     scale = jnp.max(jnp.abs(x), axis=1) / largest
     scaled = x / jnp.where(scale > 0, scale, 1.0)[:, None]
     scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
-    return (_round(scaled) if dtype == jnp.int8 else scaled), scale
-
-
-def _round(x: jax.Array) -> jax.Array:
-    """To the nearest integer, ties to even, of magnitudes far below 2^22: adding 1.5 * 2^23 leaves no fraction."""
-    return (x + 12582912.0) - 12582912.0
+    return (jnp.floor(scaled + 0.5) if dtype == jnp.int8 else scaled), scale
 
 
 def _finite(x: jax.Array, dtype: DTypeLike) -> jax.Array:

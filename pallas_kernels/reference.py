@@ -129,7 +129,7 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     scale = jnp.max(jnp.abs(x), axis=-1) / largest
     scaled = jnp.clip(x / jnp.where(scale > 0, scale, 1.0)[..., None], -largest, largest)
-    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale
+    return (jnp.floor(scaled + 0.5) if dtype == jnp.int8 else scaled).astype(dtype), scale
 
 
 def quant_matmul(x: jax.Array, w: jax.Array, scales: jax.Array, x_scales: jax.Array | None = None) -> jax.Array:

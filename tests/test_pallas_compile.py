@@ -7,13 +7,10 @@ import pytest
 pytest.importorskip("triton", reason="the triton package is for Linux only")
 
 from pallas_kernels import shapes, tuning
-from pallas_kernels.compile import KERNELS, Result, compile_all, main
-from pallas_kernels.offline import ARCHITECTURES
+from pallas_kernels.compile import KERNELS, Result, compile_all, configurations, main
+from pallas_kernels.offline import ARCHITECTURES, lower
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 ATTENTION = ("ragged_paged_attention", "paged_decode")
 
 
@@ -22,6 +19,18 @@ def results(request: pytest.FixtureRequest) -> list[Result]:
     return compile_all([request.param])
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_everything_lowers(arch: str) -> None:
+    """To Triton IR, one kernel each, and `reduce_segments` behind what is split."""
+    for configuration in configurations(arch):
+        first, *others = lower(configuration.call, configuration.arguments, arch=arch)
+        assert first.name == configuration.kernel
+        assert first.num_warps == configuration.tiles.num_warps
+        is_split = getattr(configuration.tiles, "segments", 1) > 1
+        assert [kernel.name for kernel in others] == ["reduce_segments"] * is_split
+
+
+@pytest.mark.slow
 def test_nothing_spills_and_all_fits(results: list[Result]) -> None:
     for result in results:
         compiled = result.compiled
@@ -31,6 +40,7 @@ def test_nothing_spills_and_all_fits(results: list[Result]) -> None:
         assert compiled.programs_per_sm >= 1, result
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_buffered(results: list[Result]) -> None:
     """Each loop over the context has its keys and its values in two or more buffers."""
     for result in results:
@@ -40,6 +50,7 @@ def test_keys_and_values_are_buffered(results: list[Result]) -> None:
             assert min(result.compiled.buffers) >= 2, result
 
 
+@pytest.mark.slow
 def test_tensor_cores_take_every_product(results: list[Result]) -> None:
     for result in results:
         dots, opcodes = set(result.compiled.dots), result.compiled.opcodes
@@ -59,6 +70,7 @@ def test_tensor_cores_take_every_product(results: list[Result]) -> None:
             assert not dots, result
 
 
+@pytest.mark.slow
 def test_everything_is_there(results: list[Result]) -> None:
     """Each kernel, each kind of model, each type of cache, each kind of weights."""
     arch = results[0].arch
@@ -69,6 +81,7 @@ def test_everything_is_there(results: list[Result]) -> None:
     assert len([r for r in results if r.kernel == "quant_matmul"]) == 2 * len(shapes.weight_kinds(arch))
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--arch", "sm_90", "--kernel", "kv_cache_write"])
     lines = capsys.readouterr().out.splitlines()
