@@ -152,6 +152,8 @@ def _segment(
     m_ref, l_ref, acc_ref = out
     plgpu.store(m_ref.at[sequence, head, segment], softmax.m, mask=row < group)
     plgpu.store(l_ref.at[sequence, head, segment], softmax.l, mask=row < group)
+    # Of a segment past a short context, or before a window, no more than its sum of 0 is written, and read again.
+    mask &= (begin < end) | (segment == 0)
     plgpu.store(acc_ref.at[sequence, head[:, None], segment, channel], softmax.acc, mask=mask)
 
 
@@ -196,7 +198,8 @@ def _reduce(partials: Any, kv_lens: Any, before: Any, out_ref: Any) -> None:
         def add(segment: jax.Array, acc: jax.Array) -> jax.Array:
             weight = jnp.exp2(partials.m[sequence, head, segment] - greatest)
             ref = partials.acc.at[sequence, head, segment, channel]
-            return acc + weight * plgpu.load(ref, mask=channel < head_dim, other=0.0)
+            is_there = (channel < head_dim) & (partials.l[sequence, head, segment] > 0)
+            return acc + weight * plgpu.load(ref, mask=is_there, other=0.0)
 
         acc = lax.fori_loop(0, segments, add, jnp.zeros(channel.shape, jnp.float32))
         result = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
