@@ -119,10 +119,7 @@ def _segment(
     oldest = jnp.zeros((), jnp.int32)
     if ref["window"] is not None:
         oldest = jnp.maximum(kv_len - ref["window"][0], 0)
-    low, high = lax.div(oldest, tiles.tokens), pl.cdiv(kv_len, tiles.tokens)
-    share = pl.cdiv(high - low, tiles.segments)
-    begin = low + segment * share
-    end = jnp.minimum(begin + share, high)
+    begin, end = segment_tiles(oldest, kv_len, segment, tiles)
 
     def step(number: jax.Array, carry: tuple[Softmax, jax.Array]) -> tuple[Softmax, jax.Array]:
         softmax, blocks = carry
@@ -155,6 +152,16 @@ def _segment(
     # Of a segment past a short context, or before a window, no more than its sum of 0 is written, and read again.
     mask &= (begin < end) | (segment == 0)
     plgpu.store(acc_ref.at[sequence, head[:, None], segment, channel], softmax.acc, mask=mask)
+
+
+def segment_tiles(
+    oldest: jax.Array, kv_len: jax.Array, segment: jax.Array, tiles: DecodeTiles
+) -> tuple[jax.Array, jax.Array]:
+    """A segment's share of the tiles that hold tokens ``oldest`` to ``kv_len``: the first one, and past the last."""
+    low, high = lax.div(oldest, tiles.tokens), pl.cdiv(kv_len, tiles.tokens)
+    share = pl.cdiv(high - low, tiles.segments)
+    begin = low + segment * share
+    return begin, jnp.minimum(begin + share, high)
 
 
 def reduce_segments(partials: Softmax, kv_lens: jax.Array, out: jax.Array, *, interpret: bool = False) -> jax.Array:

@@ -2,6 +2,8 @@
 
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton package is for Linux only")
@@ -9,6 +11,7 @@ pytest.importorskip("triton", reason="the triton package is for Linux only")
 from pallas_kernels import shapes, tuning
 from pallas_kernels.compile import KERNELS, Result, compile_all, configurations, main
 from pallas_kernels.offline import ARCHITECTURES, lower
+from pallas_kernels.paged_decode import segment_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 ATTENTION = ("ragged_paged_attention", "paged_decode")
@@ -88,6 +91,26 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith("| arch | kernel |")
     assert len({line.count("|") for line in lines}) == 1
     assert all(re.match(r"\| sm_90 \| kv_cache_write \| .*bfloat16|.*int8|.*float8", line) for line in lines[2:])
+
+
+@pytest.mark.parametrize("name", shapes.MODELS)
+@pytest.mark.parametrize(("sequences", "context"), shapes.DECODES)
+def test_decoding_moves_no_more_than_it_must(name: str, sequences: int, context: int) -> None:
+    """By the kernel's own ranges, with its masks on both ends (`test_pallas_attention` counts what these let through).
+
+    Every segment also asks for its block table, and for that of the tile after its last one.
+    """
+    model = shapes.MODELS[name]
+    tiles = tuning.decode_tiles("sm_90", model.head_dim, "bfloat16", sequences, model.kv_heads, context)
+    oldest = 0 if model.window is None else max(0, context - model.window)
+    segment = jnp.arange(tiles.segments)
+    begin, end = map(np.asarray, segment_tiles(jnp.int32(oldest), jnp.int32(context), segment, tiles))
+    first, last = np.maximum(begin * tiles.tokens, oldest), np.minimum(end * tiles.tokens, context)
+    tokens = np.maximum(last - first, 0).sum()
+    looked_up = (np.maximum(end - begin, 0) + 1).sum() * tiles.tokens // shapes.BLOCK_SIZE
+    moved = sequences * model.kv_heads * (4 * tokens * model.head_dim + 4 * looked_up)
+    floor = shapes.decode_bytes(model, "bfloat16", [context] * sequences)
+    assert floor <= moved <= 1.05 * floor
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
