@@ -1,11 +1,26 @@
 """What tests of several folders share."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_code_goes_with_its_module() -> Iterator[None]:
+    """Drop what a module's tests have compiled, and the runners they share.
+
+    Each compiled function holds some memory mappings, and a process may have 65,530 of them (`vm.max_map_count`): all
+    tests together would have more, and crash.
+    """
+    yield
+    if "golden_models" in sys.modules:
+        sys.modules["golden_models"].runner.cache_clear()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="session")

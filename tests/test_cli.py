@@ -443,6 +443,8 @@ def test_a_failed_request(
 
 @pytest.mark.parametrize(("end", "status"), [("interrupt", 130), ("close", 141)])
 def test_ends_from_outside(started: Callable[..., subprocess.Popen[bytes]], end: str, status: int) -> None:
+    # Shells start what runs in the background with the signal ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = started("generate", "--prompt", "a", "--max-tokens", "4000", "--temperature", "0")
     assert process.stdout is not None
     assert process.stderr is not None
