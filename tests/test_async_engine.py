@@ -318,17 +318,17 @@ async def test_every_sample_has_to_wait(start: Start) -> None:
 
 
 async def test_one_step_that_fails_ends_what_ran_and_no_more(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llm._engine._runner.dispatch
+    original = llm._engine._runner.sample
     calls = 0
 
-    def dispatch(step_input: Any) -> Any:
+    def sample(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise RuntimeError("a fault of ours")
-        return original(step_input)
+        return original(*args)
 
-    monkeypatch.setattr(llm._engine._runner, "dispatch", dispatch)
+    monkeypatch.setattr(llm._engine._runner, "sample", sample)
     results = await asyncio.gather(*(last(llm, "<loop>", greedy()) for _ in range(3)), return_exceptions=True)
     assert [type(result) for result in results] == [RequestError] * 3
     assert all("internal error" in str(result) for result in results)
