@@ -20,7 +20,7 @@ try:
     import llguidance
     from llguidance.gbnf_to_lark import any_to_lark
 except ImportError:  # the extra is not installed: `Grammars.compile` says so
-    llguidance = None
+    llguidance = None  # type: ignore[assignment]
 
 Mask = npt.NDArray[np.uint32]
 

@@ -38,15 +38,15 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs must have one of {names}, and has {', '.join(given) or 'none'}")
         [name] = given
         value = getattr(self, name)
-        rules = {
-            "json": ("a JSON schema: an object, or its text", (str, dict)),
+        rules: dict[str, tuple[str, Any]] = {
+            "json": ("a JSON schema: an object, or its text", str | dict),
             "json_object": ("true or false", bool),
             "regex": ("a text", str),
             "choice": (f"a list of 1 to {MAX_CHOICES} texts that are not empty", Sequence),
             "grammar": ("a text", str),
         }
-        rule, kinds = rules[name]
-        is_right = isinstance(value, kinds)
+        rule, kind = rules[name]
+        is_right = isinstance(value, kind)
         if name == "choice":
             is_right = is_right and not isinstance(value, str) and 0 < len(value) <= MAX_CHOICES
             is_right = is_right and all(isinstance(text, str) and text for text in value)

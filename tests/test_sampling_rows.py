@@ -74,7 +74,7 @@ def test_masks_and_bias_of_a_lane() -> None:
     rows.constrain(0, pack_mask([0, 1, 40], 70), [1, 40])  # nothing would be left
     assert allowed_ids(take(rows, [0], 1)["allowed"][0]) == {1, 40}
     rows.constrain(2, pack_mask([7], 70), [])
-    masks = rows.take_masks(np.array([2, 3, 1]))
+    masks: Any = rows.take_masks(np.array([2, 3, 1]))
     assert masks["use_mask"].tolist() == [True, False, True]
     assert allowed_ids(masks["allowed"][0]) == {7}
     rows.constrain(0, None, [])

@@ -11,9 +11,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from chain_model import write_chain_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from chain_model import write_chain_model
 from small_engine import run
 
 from pagedjax import AsyncLLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -138,8 +138,7 @@ def test_regex(wide: Engine, regex: str) -> None:
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(choices=st.lists(st.text(min_size=1, max_size=12).filter(lambda s: s.isprintable() or "\n" in s), min_size=1,
-                        max_size=5).filter(lambda c: all(not 0xD800 <= ord(x) < 0xE000 for x in "".join(c))))  # fmt: skip
+@given(choices=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=1, max_size=5))
 def test_choice(wide: Engine, choices: list[str]) -> None:
     [output] = answers(wide, [ask(StructuredOutputsParams(choice=choices), n=4)])
     assert set(texts(output)) <= set(choices)
@@ -233,7 +232,7 @@ def test_a_structured_request_gets_a_token_every_step(wide: Engine) -> None:
 )
 def test_wrong_grammars(wide: Engine, structured: dict[str, Any], message: str) -> None:
     began = time.monotonic()
-    with pytest.raises(ValueError, match="^structured_outputs") as error:
+    with pytest.raises(ValueError, match=r"^structured_outputs") as error:
         wide.add_request("wrong", [3], ask(StructuredOutputsParams(**structured)))
     assert message in str(error.value)
     assert len(str(error.value)) < 400
@@ -247,11 +246,8 @@ def test_wrong_grammars(wide: Engine, structured: dict[str, Any], message: str) 
      "(.*a.{300}|.*b.{299}c)*", "(x+x+)+y", ".{1,60000}a.{1,60000}"],
 )  # fmt: skip
 def test_no_regex_holds_up_the_engine(wide: Engine, regex: str) -> None:
-    """Steps of a few milliseconds, or an error of its own."""
-    try:
-        wide.add_request("hostile", [3], ask(StructuredOutputsParams(regex=regex), n=4, max_tokens=100))
-    except ValueError as error:
-        assert str(error).startswith("structured_outputs")
+    """These are built to be hard: some 10 ms a step at the most."""
+    wide.add_request("hostile", [3], ask(StructuredOutputsParams(regex=regex), n=4, max_tokens=100))
     moments = [time.monotonic()]
     run(wide, lambda step: moments.append(time.monotonic()))
     assert max(after - before for before, after in itertools.pairwise(moments)) < 1

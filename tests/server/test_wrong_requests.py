@@ -173,7 +173,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((CHAT,), {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ((CHAT,), {"top_logprobs": 2}, 400, "top_logprobs"),
     ((CHAT,), {"echo": True}, 400, "echo"),
-    ((CHAT,), {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    (BOTH, {"response_format": {"type": "yaml"}}, 400, "response_format.type"),
     ((CHAT,), {"tools": [FUNCTION]}, 400, "tools"),
     ((CHAT,), {"tool_choice": "required"}, 400, "tool_choice"),
     ((CHAT,), {"functions": [{"name": "f"}]}, 400, "functions"),
