@@ -47,14 +47,15 @@ def code_spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
-def first_import(block: str) -> str:
-    """The first name that an example imports from us or from openai; it is called by that."""
-    found = re.search(r"^from (?:pagedjax|openai) import (\w+)", block, re.MULTILINE)
+def name_of(block: str) -> str:
+    """An example is called by the first name that it imports from us or from openai, unless it shows a later one."""
+    found = re.search(r"^from (?:pagedjax|openai) import (.+)", block, re.MULTILINE)
     assert found, f"an example that imports nothing of ours:\n{block}"
-    return found[1]
+    names = found[1].split(", ")
+    return "StructuredOutputsParams" if "StructuredOutputsParams" in names else names[0]
 
 
-EXAMPLES = {first_import(block): block for block in fenced(README, "python")}
+EXAMPLES = {name_of(block): block for block in fenced(README, "python")}
 OF_ITSELF = [name for name, block in EXAMPLES.items() if ADDRESS not in block]
 OF_A_CLIENT = [name for name in EXAMPLES if name not in OF_ITSELF]
 [CURL] = [block for block in fenced(README, "bash") if block.startswith("curl")]
@@ -133,7 +134,7 @@ def run_python(text: str, variables: dict[str, str], folder: Path) -> str:
 
 
 def test_there_are_the_examples_that_the_tests_know() -> None:
-    assert OF_ITSELF == ["LLM", "AsyncLLM", "PackedRow"]
+    assert OF_ITSELF == ["LLM", "StructuredOutputsParams", "AsyncLLM", "PackedRow"]
     assert OF_A_CLIENT == ["OpenAI"]
 
 
@@ -144,6 +145,13 @@ def test_llm(variables: dict[str, str], tmp_path: Path) -> None:
     assert continued, printed
     if is_real(variables):
         assert said_in_the_readme(continued[1])
+
+
+def test_structured_outputs(variables: dict[str, str], tmp_path: Path) -> None:
+    said = json.loads(run_python(EXAMPLES["StructuredOutputsParams"], variables, tmp_path))
+    assert list(said) == ["city", "capital"]
+    if is_real(variables):
+        assert said["city"] == "Paris"
 
 
 @pytest.mark.parametrize("name", [pytest.param("AsyncLLM", marks=pytest.mark.nightly), "PackedRow"])
