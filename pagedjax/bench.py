@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pagedjax.bench_workload import Workload, clip, random_prompts
 from pagedjax.config import EngineConfig, SamplingParams, UserError
 from pagedjax.engine import Engine
 from pagedjax.latency import latencies, throughput
@@ -16,76 +17,9 @@ from pagedjax.loading import Say, load_engine, say_on_stderr
 from pagedjax.request import RequestMetrics
 from pagedjax.sizing import MIB, resident_memory
 from pagedjax.step_time import StepRecorder
-from pagedjax.traces import TraceRequest, read_trace
 from pagedjax.weights import resolve_dtype
 
-Lengths = tuple[int, int]  # prompt tokens, output tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What to run. Lengths are in tokens.
-
-    Attributes:
-        num_prompts: requests; with a trace, its first ones.
-        input_len: of each prompt.
-        output_len: of each output.
-        shared_prefix_len: so many tokens at the beginning of all prompts are the same.
-        trace: a file to take the lengths from instead (see ``traces.read_trace``).
-        trace_scale: the trace's lengths are multiplied by it.
-
-    Raises:
-        UserError: a value is out of its range.
-    """
-
-    num_prompts: int = 32
-    input_len: int = 128
-    output_len: int = 64
-    shared_prefix_len: int = 0
-    trace: Path | None = None
-    trace_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "input_len", "output_len"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.shared_prefix_len < 0 or (self.trace is None and self.shared_prefix_len > self.input_len):
-            rule = "from 0 to --input-len" if self.trace is None else "at least 0"
-            raise UserError(f"--shared-prefix-len must be {rule}, got {self.shared_prefix_len}")
-        if not self.trace_scale > 0:
-            raise UserError(f"--trace-scale must be above 0, got {self.trace_scale:g}")
-
-    def lengths(self) -> list[Lengths]:
-        """Of each request.
-
-        Raises:
-            UserError: the trace cannot be read, or is too short.
-        """
-        if self.trace is None:
-            return [(self.input_len, self.output_len)] * self.num_prompts
-        requests = read_trace(self.trace, self.num_prompts)
-        if len(requests) < self.num_prompts:
-            raise UserError(f"{self.trace} has {len(requests)} requests: give --num-prompts no more")
-        scaled = (request.scaled(self.trace_scale) for request in requests)
-        return [(request.prompt_tokens, request.output_tokens) for request in scaled]
-
-
-def clip(lengths: Sequence[Lengths], max_model_len: int) -> tuple[list[Lengths], int]:
-    """Lengths that fit, the prompt shortened before the output, and how many had to be clipped."""
-    fitting = (TraceRequest(0.0, *pair).clipped(max_model_len) for pair in lengths)
-    clipped = [(request.prompt_tokens, request.output_tokens) for request in fitting]
-    return clipped, sum(new != old for new, old in zip(clipped, lengths, strict=True))
-
-
-def random_prompts(
-    lengths: Sequence[Lengths], vocab_size: int, shared_prefix_len: int = 0, seed: int = 0
-) -> list[list[int]]:
-    """Token ids at random for each request's prompt, the first ``shared_prefix_len`` the same in all."""
-    random = np.random.default_rng(seed)
-    prefix = random.integers(vocab_size, size=shared_prefix_len).tolist()
-    sizes = [prompt for prompt, _ in lengths]
-    rests = [random.integers(vocab_size, size=max(0, size - shared_prefix_len)).tolist() for size in sizes]
-    return [prefix[:size] + rest for size, rest in zip(sizes, rests, strict=True)]
+__all__ = ["Workload", "bench_throughput", "clip", "measure", "random_prompts"]
 
 
 def bench_throughput(

@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pagedjax.cli_flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS, SIMULATION_FLAGS, add_flags, given
+from pagedjax.cli_flags import (
+    ENGINE_FLAGS,
+    SAMPLING_FLAGS,
+    SERVE_BENCH_FLAGS,
+    SERVER_FLAGS,
+    SIMULATION_FLAGS,
+    add_flags,
+    given,
+)
 from pagedjax.config import EngineConfig, SamplingParams, UserError
 from pagedjax.prompts import Prompt, read_prompts
 
@@ -84,9 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure", description="Measure the engine.")
     benches = bench.add_subparsers(metavar="COMMAND", required=True)
     _add_throughput(benches)
+    _add_serve_bench(benches)
     _add_simulate(commands)
-    for name, meaning in {"latency": "time one batch", "serve": "drive a server over HTTP"}.items():
-        _add_not_built(benches, name, meaning)
+    _add_not_built(benches, "latency", "time one batch")
     for name, meaning in {
         "plan": "say what fits, without loading the model",
         "convert": "convert a checkpoint",
@@ -159,6 +167,16 @@ def _add_throughput(commands: Any) -> None:
     command.add_argument("--step-times", type=Path, metavar="FILE", help=meaning)
     _add_json(command)
     _add_model(command)
+
+
+def _add_serve_bench(commands: Any) -> None:
+    usage = "%(prog)s --base-url URL --model NAME [flags]"
+    meaning = "drive any OpenAI-compatible server over HTTP"
+    command = _add_command(commands, "serve", _serve_bench, meaning, usage=usage)
+    add_flags(command, "server and load", SERVE_BENCH_FLAGS)
+    _add_json(command)
+    meaning = "draw latency against request rate there, as PNG"
+    command.add_argument("--plot", type=Path, metavar="FILE", help=meaning)
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -250,10 +268,26 @@ def _throughput(args: argparse.Namespace) -> int:
     return _report(bench_throughput(config, workload, _version(), step_times=args.step_times), args.json)
 
 
+def _serve_bench(args: argparse.Namespace) -> int:
+    _check_given(args, "base_url", "model")
+    _check_folders(args, "json", "plot")
+    from pagedjax.bench_report import plot, table
+    from pagedjax.bench_serve import ServeBench, bench_serve
+
+    settings = given(args, SERVE_BENCH_FLAGS)
+    settings.setdefault("api_key", os.environ.get("PAGEDJAX_API_KEY"))
+    numbers = bench_serve(ServeBench(**settings)) | {"version": _version()}
+    for run in numbers["runs"]:
+        print(table(run))
+    if args.json is not None:
+        _write(args.json, json.dumps(numbers) + "\n")
+    if args.plot is not None:
+        plot(args.plot, numbers["runs"])
+    return int(any(run["failed"] for run in numbers["runs"]))
+
+
 def _simulate(args: argparse.Namespace) -> int:
-    for name in ("num_kv_blocks", "step_time_model"):
-        if not hasattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} must be given; see {args.prog} --help")
+    _check_given(args, "num_kv_blocks", "step_time_model")
     _check_folders(args, "json", "record_plans")
     from pagedjax.simulate import SimulationConfig, simulate
     from pagedjax.step_time import load_step_time_model
@@ -275,6 +309,12 @@ def _simulate(args: argparse.Namespace) -> int:
     return _report(numbers | {"step_time_model": step_time.as_dict(), "version": _version()}, args.json)
 
 
+def _check_given(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if not hasattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} must be given; see {args.prog} --help")
+
+
 def _check_folders(args: argparse.Namespace, *names: str) -> None:
     """Before anything long begins: a file to be written needs its folder."""
     for name in names:
@@ -288,11 +328,15 @@ def _report(numbers: dict[str, Any], path: Path | None) -> int:
     line = json.dumps(numbers)
     print(line)
     if path is not None:
-        try:
-            path.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
+        _write(path, line + "\n")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ compares them.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +24,7 @@ class Flag:
         metavar: what stands for the value in the help text.
         options: its spellings, where they are not the field's name.
         repeatable: may be given several times; the field is a tuple.
+        several: takes several values at once; the field is a tuple.
     """
 
     field: str
@@ -32,6 +34,7 @@ class Flag:
     metavar: str = ""
     options: tuple[str, ...] = ()
     repeatable: bool = False
+    several: bool = False
 
     def add_to(self, group: Any) -> None:
         """Add it to an argparse parser or group."""
@@ -44,6 +47,8 @@ class Flag:
             options["type"] = self.kind
             options["metavar"] = self.metavar or {int: "N", float: "F"}.get(self.kind, "TEXT")  # type: ignore[call-overload]
             options["action"] = "append" if self.repeatable else "store"
+            if self.several:
+                options["nargs"] = "+"
         group.add_argument(*names, **options)
 
 
@@ -211,4 +216,53 @@ SIMULATION_FLAGS = (
     Flag("speed_up", "divide all pauses by it", "none", float),
     Flag("model", "model whose sliding windows the cache follows, and that fit runs", "none", metavar="MODEL"),
     Flag("load_format", "kind of weight files for fit; dummy makes random weights", "auto"),
+)
+
+# Every field of bench_serve.ServeBench, in its order.
+SERVE_BENCH_FLAGS = (
+    Flag("num_prompts", "requests", "100", int),
+    Flag("input_len", "tokens of each prompt", "128", int),
+    Flag("output_len", "tokens of each output at the most", "64", int),
+    Flag("shared_prefix_len", "tokens at the beginning of all prompts that are the same", "0", int),
+    Flag(
+        "trace",
+        "take lengths, arrivals and shared beginnings from an Azure (.csv) or Mooncake (.jsonl) trace's first requests",
+        "none",
+        Path,
+        "FILE",
+    ),
+    Flag("trace_scale", "multiply the trace's lengths by it", "1.0", float),
+    Flag("base_url", "the server's address, with or without /v1", "must be given", metavar="URL"),
+    Flag("model", "what the server calls the model", "must be given", metavar="NAME"),
+    Flag("endpoint", "what to ask", "completions", metavar="completions|chat"),
+    Flag(
+        "request_rate",
+        "requests per second on average, inf: all at once; several are run one after another; with a trace all its "
+        "pauses in proportion",
+        "the trace's, else inf",
+        float,
+        "R",
+        several=True,
+    ),
+    Flag(
+        "burstiness",
+        "1: requests come as a Poisson process; less: in bursts; more: evenly (shape of a gamma distribution)",
+        "1.0",
+        float,
+    ),
+    Flag("max_concurrency", "requests that run at once; others wait", "no limit", int),
+    Flag(
+        "goodput",
+        "count the requests per second that are within all of these: ttft, tpot, e2el, each with milliseconds",
+        "none",
+        metavar="NAME:MS",
+        several=True,
+    ),
+    Flag("ignore_eos", "send vLLM's field of that name, so that outputs have their full length", "off", bool),
+    Flag("vocab_size", "prompts are token ids drawn below it", "prompts are words", int),
+    Flag("tokenizer", "prompts are token ids out of this model's vocabulary", "prompts are words", metavar="MODEL"),
+    Flag("extra_body", "fields to put into each request; null takes one out", "{}", metavar="JSON"),
+    Flag("api_key", "sent as a bearer token", "$PAGEDJAX_API_KEY, else none", metavar="KEY"),
+    Flag("timeout", "seconds that one request may take", "3600.0", float, "S"),
+    Flag("seed", "seed of prompts and arrivals", "0", int),
 )

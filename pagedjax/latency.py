@@ -31,14 +31,14 @@ def latencies(
         e2el: time to the last token, of each request.
     """
     of = {"ttft_ms": ttft, "tpot_ms": tpot, "itl_ms": itl, "e2el_ms": e2el}
-    return {name: _spread(seconds) for name, seconds in of.items()}
+    return {name: spread(seconds) for name, seconds in of.items()}
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """In milliseconds; None where there is nothing, as between the tokens of one-token outputs."""
+def spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Of seconds, in milliseconds; None where there is nothing, as between the tokens of one-token outputs."""
     if not len(seconds):
         return None
     ms = np.asarray(seconds) * 1000
-    spread = {"mean": ms.mean(), "median": np.median(ms)}
-    spread |= {"p90": np.percentile(ms, 90), "p99": np.percentile(ms, 99)}
-    return {name: round(float(value), 3) for name, value in spread.items()}
+    values = {"mean": ms.mean(), "median": np.median(ms)}
+    values |= {"p90": np.percentile(ms, 90), "p99": np.percentile(ms, 99)}
+    return {name: round(float(value), 3) for name, value in values.items()}

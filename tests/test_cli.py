@@ -15,8 +15,16 @@ from typing import Any
 import pytest
 from chain_model import ChainModel, write_chain_model
 
+from pagedjax.bench_serve import ServeBench
 from pagedjax.cli import DEFAULT_MAX_QUEUE, main
-from pagedjax.cli_flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS, SIMULATION_FLAGS, Flag
+from pagedjax.cli_flags import (
+    ENGINE_FLAGS,
+    SAMPLING_FLAGS,
+    SERVE_BENCH_FLAGS,
+    SERVER_FLAGS,
+    SIMULATION_FLAGS,
+    Flag,
+)
 from pagedjax.config import EngineConfig, SamplingParams, UserError
 from pagedjax.engine import Engine
 from pagedjax.loading import load_engine
@@ -76,6 +84,7 @@ def default_of(field: dataclasses.Field[Any]) -> str:
         (ENGINE_FLAGS, EngineConfig, {"model"}),  # the argument
         (SERVER_FLAGS, ServerConfig, set()),
         (SIMULATION_FLAGS, SimulationConfig, set()),
+        (SERVE_BENCH_FLAGS, ServeBench, set()),
         (
             SAMPLING_FLAGS,
             SamplingParams,
@@ -99,6 +108,7 @@ def test_a_flag_for_every_setting(flags: tuple[Flag, ...], settings: Any, withou
         (["serve"], (ENGINE_FLAGS, SERVER_FLAGS)),
         (["generate"], (ENGINE_FLAGS, SAMPLING_FLAGS)),
         (["bench", "throughput"], (ENGINE_FLAGS,)),
+        (["bench", "serve"], (SERVE_BENCH_FLAGS,)),
         (["simulate"], (SIMULATION_FLAGS,)),
     ],
 )
@@ -115,7 +125,10 @@ def test_help_names_every_flag(
         assert f"{flag.meaning} (default: {flag.default})".replace("- ", "-") in text.replace("- ", "-")
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"], ["serve"]], ids=str)
+NOWHERE = ["bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:1"]  # it has looked for a server
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"], ["serve"], NOWHERE], ids=str)
 def test_usage_does_not_wait_for_jax(arguments: list[str]) -> None:
     program = (
         "import sys\nfrom pagedjax.cli import main\n"
@@ -173,7 +186,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "t.csv", "--num-kv-blocks", "9", "--step-time-model", "/no"], "step times /no cannot be read"),
         (["convert", "--help"], "`pagedjax convert` is not built yet"),
         (["bench", "latency", "demo"], "`pagedjax bench latency` is not built yet"),
-        (["bench", "serve", "--base-url", "x"], "`pagedjax bench serve` is not built yet"),
+        (["bench", "serve", "--model", "m"], "--base-url must be given; see pagedjax bench serve --help"),
     ],
     ids=" ".join,
 )

@@ -58,6 +58,7 @@ def name_of(block: str) -> str:
 EXAMPLES = {name_of(block): block for block in fenced(README, "python")}
 OF_ITSELF = [name for name, block in EXAMPLES.items() if ADDRESS not in block]
 OF_A_CLIENT = [name for name in EXAMPLES if name not in OF_ITSELF]
+[BENCH_SERVE] = [block for block in fenced(README, "bash") if "bench serve" in block]
 [CURL] = [block for block in fenced(README, "bash") if block.startswith("curl")]
 
 # ---- the examples run ----
@@ -177,6 +178,12 @@ def test_curl_and_the_openai_client(variables: dict[str, str], tmp_path: Path) -
             assert said_in_the_readme(text)
         for name in OF_A_CLIENT:
             assert run_python(EXAMPLES[name].replace(ADDRESS, address), variables, tmp_path)
+        program = shlex.join([sys.executable, "-m", "pagedjax.cli"])
+        command[2] = BENCH_SERVE.replace(ADDRESS, address).replace(".venv/bin/pagedjax", program)
+        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert re.findall(r"^Successful requests: +(\d+)$", done.stdout, re.MULTILINE) == ["16", "16"]
+        assert (tmp_path / "latency.png").stat().st_size > 1000
 
 
 def is_real(variables: dict[str, str]) -> bool:
@@ -262,7 +269,7 @@ def test_there_are_command_lines() -> None:
 
 def test_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
     known = {"--help", *re.findall(r"\"(--[a-z-]+)\"", (ROOT / "scripts" / "bench_peers.py").read_text())}
-    for command in (["serve"], ["generate"], ["bench", "throughput"]):
+    for command in (["serve"], ["generate"], ["bench", "throughput"], ["bench", "serve"]):
         with pytest.raises(SystemExit):
             main([*command, "--help"])
         known |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))

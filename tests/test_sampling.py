@@ -148,7 +148,8 @@ def test_cuts_keep_what_a_sort_keeps(vocab: int, kind: str) -> None:
 @given(
     values=st.lists(
         # XLA takes a subnormal number for zero on CPUs.
-        st.floats(-300, 300, width=32, allow_subnormal=False) | st.sampled_from([0.0, 1.0, -np.inf, 3e38, -3e38, 1e-30]),
+        st.floats(-300, 300, width=32, allow_subnormal=False)
+        | st.sampled_from([0.0, 1.0, -np.inf, 3e38, -3e38, 1e-30]),
         min_size=24,
         max_size=24,
     ).filter(lambda values: max(values) > -np.inf),
