@@ -59,6 +59,8 @@ EXAMPLES = {name_of(block): block for block in fenced(README, "python")}
 OF_ITSELF = [name for name, block in EXAMPLES.items() if ADDRESS not in block]
 OF_A_CLIENT = [name for name in EXAMPLES if name not in OF_ITSELF]
 [BENCH_SERVE] = [block for block in fenced(README, "bash") if "bench serve" in block]
+[NODE] = fenced(README, "javascript")
+NODE_MODULES = ROOT / "tests" / "node" / "node_modules"  # `npm ci` makes it
 [CURL] = [block for block in fenced(README, "bash") if block.startswith("curl")]
 
 # ---- the examples run ----
@@ -178,12 +180,22 @@ def test_curl_and_the_openai_client(variables: dict[str, str], tmp_path: Path) -
             assert said_in_the_readme(text)
         for name in OF_A_CLIENT:
             assert run_python(EXAMPLES[name].replace(ADDRESS, address), variables, tmp_path)
+        if NODE_MODULES.is_dir() or "CI" in os.environ:
+            assert run_node(NODE.replace(ADDRESS, address), tmp_path)
         program = shlex.join([sys.executable, "-m", "pagedjax.cli"])
         command[2] = BENCH_SERVE.replace(ADDRESS, address).replace(".venv/bin/pagedjax", program)
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert re.findall(r"^Successful requests: +(\d+)$", done.stdout, re.MULTILINE) == ["16", "16"]
         assert (tmp_path / "latency.png").stat().st_size > 1000
+
+
+def run_node(text: str, folder: Path) -> str:
+    """What a module prints; it must end well."""
+    (folder / "node_modules").symlink_to(NODE_MODULES)
+    (folder / "example.mjs").write_text(text)
+    command = ["node", "example.mjs"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
 def is_real(variables: dict[str, str]) -> bool:
