@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedjax.config import BeamSearchParams, EngineConfig, SamplingParams
+from pagedjax.drain_rate import DrainRate
 from pagedjax.engine import Engine
 from pagedjax.grammars import Grammar
 from pagedjax.loading import Say, load_engine, say_on_stderr
@@ -29,7 +30,11 @@ _COMPILE_SECONDS = 10.0
 
 
 class QueueFull(Exception):
-    """As many requests wait as may wait: try again later."""
+    """As many requests wait as may wait: try again later, in some ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestError(Exception):
@@ -42,6 +47,7 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop
     deltas: asyncio.Queue[RequestOutput]
+    places: int  # sequences that it runs
 
 
 class AsyncLLM:
@@ -74,6 +80,7 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._compiling = ThreadPoolExecutor(2, "pagedjax-grammar")
+        self._drain_rate = DrainRate()
         self._last_step = time.monotonic()
         self._dead: BaseException | None = None
         self._ended: str | None = None  # why nothing is served any more
@@ -152,7 +159,8 @@ class AsyncLLM:
         token_ids = await self._encode(prompt, add_special_tokens)
         grammar = await self._compile(params)
         request_id = request_id or f"request-{next(self._ids)}"
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        places = params.num_samples if isinstance(params, SamplingParams) else params.beam_width
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue(), places)
         text = prompt if isinstance(prompt, str) else None
         collector = OutputCollector()
         try:
@@ -295,19 +303,25 @@ class AsyncLLM:
         grammar: Grammar | None,
     ) -> None:
         engine = self._engine
+        if not engine.has_work:
+            self._drain_rate.begin(time.monotonic())
         # Nothing that ends would make more room than an idle engine has.
-        if self._max_queue is not None and engine.has_work:
-            wanted = params.num_samples if isinstance(params, SamplingParams) else params.beam_width
-            waiting = engine.num_waiting + wanted - engine.num_free_places
+        elif self._max_queue is not None:
+            waiting = engine.num_waiting + stream.places - engine.num_free_places
             if waiting > self._max_queue:
                 engine.metrics.observe_rejection("queue_full")
-                raise QueueFull(f"{waiting} sequences would wait, over the limit of {self._max_queue}: try again later")
+                raise QueueFull(
+                    f"{waiting} sequences would wait, over the limit of {self._max_queue}: try again later",
+                    self._drain_rate.seconds_for(waiting - self._max_queue, time.monotonic()),
+                )
         engine.add_request(request_id, token_ids, params, text, cache_salt, grammar)
         self._streams[request_id] = stream
 
     def _abort(self, request_id: str, stream: _Stream) -> None:
+        """Nobody reads it any more: it has ended, or ends now."""
         # A request that was refused for its id must not end the one that has it.
         if self._streams.get(request_id) is stream:
+            self._drain_rate.count(stream.places, time.monotonic())
             self._engine.abort(request_id)
             del self._streams[request_id]
 

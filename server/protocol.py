@@ -108,6 +108,7 @@ class SamplingRequest(ModelRequest):
     return_token_ids: bool = False
     priority: int = 0
     cache_salt: Salt | None = None
+    timeout: float | None = Field(default=None, gt=0)  # seconds
 
     use_beam_search: bool = False
     length_penalty: float = 1.0

@@ -75,6 +75,8 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     (BOTH, {"min_tokens": -1}, 400, "min_tokens"),
     (BOTH, {"prompt_logprobs": 21}, 400, "prompt_logprobs"),
     (BOTH, {"stream": "yes"}, 400, "stream"),
+    (BOTH, {"timeout": 0}, 400, "timeout"),
+    (BOTH, {"timeout": "1"}, 400, "timeout"),
     (BOTH, {"stream_options": {"include_usage": True}}, 400, "stream_options"),
     (BOTH, {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
     (
