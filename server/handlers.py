@@ -54,7 +54,7 @@ def routes() -> list[web.RouteDef]:
 
 
 async def _openapi(request: web.Request) -> web.Response:
-    return web.json_response(document(endpoints()))
+    return web.json_response(document(endpoints(), request.app[STATE].model_name))
 
 
 async def _models(request: web.Request) -> web.Response:

@@ -83,11 +83,15 @@ class Endpoint:
         return operation
 
 
-def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a server with these endpoints."""
+def document(endpoints: Iterable[Endpoint], model_name: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a server with these endpoints and this model (an empty name: not known yet)."""
     listed = list(endpoints)
     models = dict.fromkeys(model for endpoint in listed for model in endpoint.bodies)
     _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    schemas = found.get("$defs", {})
+    for schema in schemas.values():
+        if model_name and "model" in schema.get("properties", {}):
+            schema["properties"]["model"]["enum"] = [model_name]
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in listed:
         path = endpoint.path.replace(":.+", "")  # aiohttp's way to let an id have slashes
@@ -97,7 +101,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         "info": {"title": "pagedjax", "version": version()},
         "paths": paths,
         "components": {
-            "schemas": found.get("$defs", {}) | {"Error": _ERROR},
+            "schemas": schemas | {"Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}],
