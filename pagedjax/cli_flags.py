@@ -162,6 +162,12 @@ SERVER_FLAGS = (
     Flag("log_requests", "log the parameters of each request (never its text)", "off", bool),
     Flag("hang_timeout", "seconds without progress after which /health says 503", "60.0", float, "S"),
     Flag("request_timeout", "seconds that one request may take", "no limit", float, "S"),
+    Flag(
+        "tool_call_parser",
+        "how the model writes its calls of functions",
+        "by its chat template",
+        metavar="auto|hermes|mistral|llama3_json|pythonic",
+    ),
 )
 
 # Fields of config.SamplingParams whose effect `generate` can show; `seed` is the engine's flag of that name.

@@ -41,7 +41,8 @@ class Tokenizer:
     """One model's tokenizer.
 
     ``vocab_size`` is one past the largest token id; ``special_token_ids`` are those that
-    ``skip_special_tokens`` leaves out; ``eos_token_ids`` are tokenizer_config.json's ``eos_token`` and
+    ``skip_special_tokens`` leaves out, ``special_tokens`` their texts; ``chat_template`` is the source of the template
+    that tools are given to, None where there is none; ``eos_token_ids`` are tokenizer_config.json's ``eos_token`` and
     generation_config.json's ``eos_token_id``; ``byte_fallback`` says whether tokens such as ``<0x0A>`` stand
     for bytes.
     """
@@ -58,6 +59,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = tuple(sorted(token.content for token in added.values() if token.special))
         self._read_decoder()
 
         texts = {name: _content(settings.get(name)) for name in _SPECIAL_NAMES}
@@ -66,6 +68,7 @@ class Tokenizer:
         eos = [i for i in (self._id_of("eos_token"), *generation_eos_ids) if i is not None]
         self.eos_token_ids = tuple(dict.fromkeys(eos))
 
+        self.chat_template = templates.get("tool_use") or templates.get("default")
         environment = _template_environment()
         self._templates = {}
         for name, source in templates.items():

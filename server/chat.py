@@ -1,12 +1,22 @@
 """``POST /v1/chat/completions``: a conversation goes on."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from pagedjax import AsyncLLM, CompletionOutput, RequestOutput, Tokenizer, UserError
+from pagedjax import (
+    AsyncLLM,
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    Tokenizer,
+    UserError,
+)
 from server.body import read_body
 from server.errors import bad_request
 from server.gate import check_model
@@ -14,7 +24,9 @@ from server.generation import Generation, Usage, answer, new_id
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.protocol import ChatRequest, TemplateFields
 from server.sse import ChoiceEvents
-from server.state import STATE
+from server.state import STATE, ServerState
+from server.tool_calls import FORCED, FORMATS, Format, ToolCall, ToolCallReader, forced_schema, format_of
+from server.tools import Tool
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -24,18 +36,52 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     check_model(state, body.model)
     params = body.params()
+    format_ = _tool_format(state, llm, body)
+    if isinstance(params, SamplingParams) and format_ is not None:
+        params = _for_tools(params, llm, body, format_)
     generation = Generation(
         body=body,
         params=params,
-        prompts=[await chat_prompt(llm, body)],
+        prompts=[await chat_prompt(llm, body, body.offered_tools)],
         add_special_tokens=body.add_special_tokens,
         id=new_id("chatcmpl"),
     )
-    return await answer(request, generation, ChatShape(generation, state.model_name, llm.tokenizer))
+    return await answer(request, generation, ChatShape(generation, state.model_name, llm.tokenizer, format_))
 
 
-async def chat_prompt(llm: AsyncLLM, body: TemplateFields) -> str:
-    """The messages as one text, by the model's chat template.
+def _tool_format(state: ServerState, llm: AsyncLLM, body: ChatRequest) -> Format | None:
+    """How the model's calls of functions are to be read; None where it is told of none."""
+    if not body.offered_tools:
+        return None
+    template = (llm.tokenizer and llm.tokenizer.chat_template) or ""
+    if "tools" not in template:
+        raise bad_request("tools are not known to this model's chat template: leave them out", "tools")
+    if body.forced_tools:
+        return FORCED
+    asked = state.config.tool_call_parser
+    name = format_of(template) if asked == "auto" else asked
+    if name is None:
+        message = "tools are known to this model, and not how it writes its calls: start the server with "
+        raise bad_request(f"{message}--tool-call-parser, or choose a tool_choice other than auto", "tools")
+    return FORMATS[name]
+
+
+def _for_tools(params: SamplingParams, llm: AsyncLLM, body: ChatRequest, format_: Format) -> SamplingParams:
+    """The parameters with which calls come as they can be read."""
+    if body.forced_tools:
+        tools = [(tool.function.name, tool.function.parameters) for tool in body.forced_tools]
+        schema = forced_schema(tools, several=body.parallel_tool_calls)
+        try:
+            return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+        except ValueError as error:
+            raise bad_request(str(error).replace("structured_outputs.json", "tools", 1), "tools") from None
+    assert llm.tokenizer is not None, "there is a chat template"
+    is_special = any(mark in llm.tokenizer.special_tokens for mark in format_.marks)
+    return dataclasses.replace(params, skip_special_tokens=False) if is_special else params
+
+
+async def chat_prompt(llm: AsyncLLM, body: TemplateFields, tools: Sequence[Tool] = ()) -> str:
+    """The messages as one text, by the model's chat template, which tells of ``tools`` too.
 
     Raises:
         ApiError: 400, the model has no template, or the template refuses the messages.
@@ -49,16 +95,27 @@ async def chat_prompt(llm: AsyncLLM, body: TemplateFields) -> str:
             [message.for_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
             **body.chat_template_kwargs,
         )
     except (UserError, ValueError) as error:
         raise bad_request(str(error), "messages") from None
 
 
+@dataclass
+class _Said:
+    """A choice with tools, as it grows."""
+
+    reader: ToolCallReader
+    calls: int = 0
+
+
 class ChatShape:
     """How chat completions look; see ``generation.Shape``."""
 
-    def __init__(self, generation: Generation, model_name: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, generation: Generation, model_name: str, tokenizer: Tokenizer | None, tools: Format | None = None
+    ) -> None:
         assert isinstance(generation.body, ChatRequest)
         self._body = generation.body
         self._tokenizer = tokenizer
@@ -66,15 +123,14 @@ class ChatShape:
         self._chunk = {**self._about, "object": "chat.completion.chunk"}
         self._events = ChoiceEvents(self._chunk, usage=self._body.include_usage)
         self._started = False
+        self._tools = tools
+        self._said: dict[int, _Said] = {}
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
         """The answer that is not streamed."""
         [output] = outputs
         answer = {**self._about, "object": "chat.completion", "usage": usage.as_json()}
-        answer["choices"] = [
-            self._choice(news, "message", {"role": "assistant", "content": news.text, "refusal": None})
-            for news in output.outputs
-        ]
+        answer["choices"] = [self._choice(news, "message", self._message(news)) for news in output.outputs]
         return answer | self._of_the_prompt(output)
 
     def events(self, index: int, delta: RequestOutput) -> Iterator[bytes]:
@@ -83,8 +139,10 @@ class ChatShape:
             self._started = True
             yield from self._role_events(delta)
         for news in delta.outputs:
-            choice = self._choice(news, "delta", {"content": news.text} if news.text else {})
-            if news.text or news.finish_reason or choice["logprobs"] or self._body.return_token_ids:
+            text, calls = self._take(news)
+            delta_of = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+            choice = self._choice(news, "delta", delta_of)
+            if delta_of or news.finish_reason or choice["logprobs"] or self._body.return_token_ids:
                 yield self._events.choice(choice)
 
     def usage_event(self, usage: Usage) -> dict[str, Any]:
@@ -98,6 +156,41 @@ class ChatShape:
             delta = {"role": "assistant", "content": ""}
             yield events.choice({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
+    def _message(self, news: CompletionOutput) -> dict[str, Any]:
+        text, calls = self._take(news)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not text else text,
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        return message
+
+    def _take(self, news: CompletionOutput) -> tuple[str, list[dict[str, Any]]]:
+        """What is new, as text and as calls."""
+        if self._tools is None:
+            return news.text, []
+        said = self._said.setdefault(news.index, _Said(ToolCallReader(self._tools)))
+        parts = said.reader.feed(news.text)
+        if news.finish_reason:
+            parts += said.reader.finish()
+        text = "".join(part for part in parts if isinstance(part, str))
+        if self._tokenizer and self._body.skip_special_tokens:  # the reader had to see them
+            for special in self._tokenizer.special_tokens:
+                text = text.replace(special, "")
+        calls = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                function = {"name": part.name, "arguments": part.arguments}
+                calls.append({"index": said.calls, "id": new_id("call"), "type": "function", "function": function})
+                said.calls += 1
+        return text, calls
+
+    def _finish_reason(self, news: CompletionOutput) -> str | None:
+        has_called = news.index in self._said and self._said[news.index].calls
+        return "tool_calls" if has_called and news.finish_reason == "stop" else news.finish_reason
+
     def _choice(self, news: CompletionOutput, name: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs:
@@ -107,7 +200,7 @@ class ChatShape:
             "index": news.index,
             name: content,
             "logprobs": logprobs,
-            "finish_reason": news.finish_reason,
+            "finish_reason": self._finish_reason(news),
         }
         choice["stop_reason"] = news.stop_reason
         if self._body.return_token_ids:

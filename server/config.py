@@ -8,6 +8,7 @@ from pagedjax import UserError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "pythonic")
 
 _METRICS_PREFIX = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*|")
 
@@ -23,6 +24,7 @@ class ServerConfig:
         shutdown_timeout: how long running requests may go on after SIGTERM.
         hang_timeout: work that waits so long without a step ending turns ``/health`` to 503.
         request_timeout: how long one request may take; None for no limit.
+        tool_call_parser: how the model writes its calls of functions; ``auto`` goes by its chat template.
         log_requests: log each request's parameters (never its text).
 
     Raises:
@@ -43,6 +45,7 @@ class ServerConfig:
     log_requests: bool = False
     hang_timeout: float = 60.0
     request_timeout: float | None = None
+    tool_call_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -56,6 +59,7 @@ class ServerConfig:
         for flag, value, choices in (
             ("--log-level", self.log_level, LOG_LEVELS),
             ("--log-format", self.log_format, LOG_FORMATS),
+            ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
         ):
             if value not in choices:
                 raise UserError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")

@@ -130,10 +130,10 @@ def _check_content(value: object) -> object:
 
 
 def _check_role(value: object) -> object:
-    if value in ("tool", "function"):
-        raise refuse(f"{value} is not supported: tools are not built yet")
-    if value not in ("system", "developer", "user", "assistant"):
-        raise refuse("must be system, developer, user or assistant")
+    if value == "function":
+        raise refuse("function is not supported: use tool")
+    if value not in ("system", "developer", "user", "assistant", "tool"):
+        raise refuse("must be system, developer, user, assistant or tool")
     return value
 
 
@@ -150,4 +150,4 @@ Stop = Annotated[str | list[str], BeforeValidator(_check_stop)]
 Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_check_logit_bias)]
 Content = Annotated[str | list[TextPart], BeforeValidator(_check_content)]
-Role = Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_check_role)]
+Role = Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_check_role)]

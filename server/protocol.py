@@ -12,7 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from pagedjax import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from server.errors import ApiError, bad_request
-from server.fields import Content, EarlyStopping, LogitBias, Prompt, RequestBody, Role, Salt, Stop, refuse
+from server.fields import EarlyStopping, LogitBias, Prompt, RequestBody, Salt, Stop, refuse
+from server.tools import Message, NamedTool, Tool, ToolChoice
 
 COMPLETION_MAX_TOKENS = 16
 
@@ -237,28 +238,6 @@ class CompletionRequest(SamplingRequest):
         )
 
 
-class Message(RequestBody):
-    """One message of a conversation."""
-
-    unsupported: ClassVar = {
-        "tool_calls": ([],),
-        "annotations": ([],),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-    }
-
-    role: Role
-    content: Content
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it: text parts joined by newlines, developer as system."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message | ({"name": self.name} if self.name else {})
-
-
 class TemplateFields(RequestBody):
     """How messages become a prompt."""
 
@@ -289,9 +268,6 @@ class ChatRequest(SamplingRequest, TemplateFields):
 
     unsupported: ClassVar = {
         **SamplingRequest.unsupported,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -309,6 +285,35 @@ class ChatRequest(SamplingRequest, TemplateFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _choice_of_a_tool(self) -> Self:
+        if self.forced_tools is not None and not self.tools:
+            raise refuse("needs tools", "tool_choice")
+        if self.forced_tools == []:
+            raise refuse("names a function that is not among the tools", "tool_choice")
+        if self.forced_tools and (self.response_format or self.structured_outputs):
+            raise refuse("excludes response_format and structured_outputs: give one of them", "tool_choice")
+        if self.use_beam_search and self.tools:
+            raise refuse("does not go with use_beam_search: leave it out", "tools")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool] | None:
+        """The tools of which one has to be called; None where the model is free."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == name]
+        return self.tools if self.tool_choice == "required" else None
 
     def _param(self, name: str) -> str:
         if name == "max_tokens" and self.max_completion_tokens is not None:

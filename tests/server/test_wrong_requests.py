@@ -22,6 +22,7 @@ VALID: dict[str, dict[str, Any]] = {
     DETOKENIZE: {"model": "tiny", "tokens": [1, 2]},
 }
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 BOTH = (COMPLETIONS, CHAT)
 NOT_FOR_BEAMS: dict[str, Any] = {
@@ -150,13 +151,22 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((CHAT,), {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages[0].content"),
     ((CHAT,), {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content"),
     ((CHAT,), {"messages": [{"role": "king", "content": "Hi"}]}, 400, "messages[0].role"),
-    ((CHAT,), {"messages": [{"role": "tool", "content": "Hi"}]}, 400, "messages[0].role"),
+    ((CHAT,), {"messages": [{"role": "tool", "content": "Hi"}]}, 400, "messages[0].tool_call_id"),
+    ((CHAT,), {"messages": [{"role": "user", "content": "Hi", "tool_call_id": "x"}]}, 400, "messages[0].tool_call_id"),
+    ((CHAT,), {"messages": [{"role": "function", "content": "Hi"}]}, 400, "messages[0].role"),
+    ((CHAT,), {"messages": [{"role": "user", "tool_calls": [CALL]}]}, 400, "messages[0].tool_calls"),
+    (
+        (CHAT,),
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "1"}}]}]},
+        400,
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ((CHAT,), {"messages": [{"role": [], "content": "Hi"}]}, 400, "messages[0].role"),
     (
         (CHAT,),
         {"messages": [*HELLO, {"role": "user", "content": "Hi", "tool_calls": [1]}]},
         400,
-        "messages[1].tool_calls",
+        "messages[1].tool_calls[0]",
     ),
     ((CHAT,), {"messages": [{"role": "user", "content": "Hi", "mood": 1}]}, 400, "messages[0].mood"),
     (
@@ -177,7 +187,23 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((CHAT,), {"echo": True}, 400, "echo"),
     (BOTH, {"response_format": {"type": "yaml"}}, 400, "response_format.type"),
     ((CHAT,), {"tools": [FUNCTION]}, 400, "tools"),
+    ((CHAT,), {"tools": [{"type": "function"}]}, 400, "tools[0].function"),
+    ((CHAT,), {"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, 400, "tools[0].function.name"),
+    ((CHAT,), {"tools": [FUNCTION], "use_beam_search": True}, 400, "tools"),
     ((CHAT,), {"tool_choice": "required"}, 400, "tool_choice"),
+    ((CHAT,), {"tool_choice": "any"}, 400, "tool_choice"),
+    (
+        (CHAT,),
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        400,
+        "tool_choice",
+    ),
+    (
+        (CHAT,),
+        {"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        400,
+        "tool_choice",
+    ),
     ((CHAT,), {"functions": [{"name": "f"}]}, 400, "functions"),
     ((CHAT,), {"modalities": ["text", "audio"]}, 400, "modalities"),
     ((CHAT,), {"audio": {"voice": "alloy", "format": "wav"}}, 400, "audio"),
@@ -339,7 +365,6 @@ async def test_paths_and_methods(served: Any) -> None:
     for path, status, code in (
         ("/v1/nothing", 404, "unknown_path"),
         ("/", 404, "not_built"),
-        ("/openapi.json", 404, "not_built"),
         (COMPLETIONS, 405, "method_not_allowed"),
     ):
         found, body = await served.get(path)
