@@ -248,6 +248,6 @@ def test_any_order_of_events() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("part", range(2))  # each within the time that a single test may take
+@pytest.mark.parametrize("part", range(6))  # each well within the time that a single test may take
 def test_any_order_of_events_for_long(part: int) -> None:
-    assert run_machine(examples=1500, steps=100, derandomize=False)["executions"] >= 100_000
+    assert run_machine(examples=500, steps=100, derandomize=False)["executions"] > 200_000 / 6
