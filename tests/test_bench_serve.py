@@ -155,8 +155,8 @@ def run(url: str) -> Callable[..., dict[str, Any]]:
     """Run one rate against the scripted server: its numbers."""
 
     def one(**settings: Any) -> dict[str, Any]:
-        settings = {"base_url": url, "model": "m", "input_len": 7, "output_len": 4, "vocab_size": 50} | settings
-        [numbers] = bench_serve(ServeBench(**settings))["runs"]
+        defaults: dict[str, Any] = {"input_len": 7, "output_len": 4, "vocab_size": 50}
+        [numbers] = bench_serve(ServeBench(base_url=url, model="m", **(defaults | settings)))["runs"]
         return cast(dict[str, Any], numbers)
 
     return one
