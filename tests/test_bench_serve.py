@@ -485,7 +485,7 @@ def our_server(*flags: str) -> Iterator[str]:
 def test_streaming_to_32_clients_costs_little(tmp_path: Path, step_cache: Path) -> None:
     """At most a tenth of what ``LLM.generate`` does with the same requests, the clients' own work counted in.
 
-    What else a machine does makes rounds slower, never faster: the best of each are compared.
+    Rounds alternate, since what else a machine does makes both slower, and the median of their ratios counts.
     """
     write_dummy_model(tmp_path)
     sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "kv_cache_memory": "128MiB", "load_format": "dummy"}
@@ -506,7 +506,7 @@ def test_streaming_to_32_clients_costs_little(tmp_path: Path, step_cache: Path) 
             llm.generate(prompts, SamplingParams(temperature=0, ignore_eos=True, max_tokens=48), use_tqdm=False)
             whole.append(32 * 48 / (time.perf_counter() - began))
     print(f"output tokens/s streamed {streamed}, generated {whole}")
-    assert max(streamed) > 0.9 * max(whole)
+    assert np.median(np.array(streamed) / np.array(whole)) > 0.9
 
 
 # ---- the command ----
