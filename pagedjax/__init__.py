@@ -31,6 +31,7 @@ _HOMES = {
     "SamplingParams": "config",
     "StepInput": "step",
     "StepOutput": "step",
+    "StructuredOutputsParams": "structured",
     "Tokenizer": "tokenizer",
     "UserError": "config",
     "init_kv_cache": "kv_cache",

@@ -9,6 +9,7 @@ from pagedjax.pack import PackedRow, StepPacker, StepShapes
 from pagedjax.request import CompletionOutput, Logprob, OutputCollector, RequestMetrics, RequestOutput
 from pagedjax.sampling import SamplingInput
 from pagedjax.step import RowInput, StepInput, StepOutput, TokenInput, step
+from pagedjax.structured import StructuredOutputsParams
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.weights import load_model
 
@@ -33,6 +34,7 @@ __all__ = [
     "StepOutput",
     "StepPacker",
     "StepShapes",
+    "StructuredOutputsParams",
     "TokenInput",
     "Tokenizer",
     "UserError",

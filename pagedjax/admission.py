@@ -13,6 +13,7 @@ from pagedjax.beam_request import BeamRequest
 from pagedjax.block_keys import root_key
 from pagedjax.config import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from pagedjax.generation import Generation, RunningRequest, tokenize_bad_words
+from pagedjax.grammars import Grammar, Grammars
 from pagedjax.request import Sequence
 from pagedjax.sampling_rows import derive_key
 from pagedjax.scheduler import Scheduler
@@ -31,6 +32,7 @@ class Admission:
         vocab_size: token ids are below this.
         tokenizer: None for a model without one.
         eos_token_ids: tokens that end a sequence.
+        grammars: compiles what structured outputs are to look like.
         prefix_caching: whether requests share blocks.
         seed: where requests without a seed of their own get theirs from.
     """
@@ -43,12 +45,13 @@ class Admission:
         vocab_size: int,
         tokenizer: Tokenizer | None,
         eos_token_ids: ListLike[int],
+        grammars: Grammars,
         prefix_caching: bool,
         seed: int,
     ):
         self._scheduler, self._sizes, self._vocab_size = scheduler, sizes, vocab_size
         self._tokenizer, self._eos = tokenizer, tuple(eos_token_ids)
-        self._prefix_caching = prefix_caching
+        self._grammars, self._prefix_caching = grammars, prefix_caching
         self._seeds = np.random.default_rng(seed)
 
     def request(
@@ -59,21 +62,31 @@ class Admission:
         prompt: str | None,
         cache_salt: str | None,
         now: float,
+        grammar: Grammar | None = None,
     ) -> Request:
-        """A request that came at ``now`` (seconds), not queued yet.
+        """A request that came at ``now`` (seconds), not queued yet; ``grammar`` is its own, if it is compiled already.
 
         Raises:
             ValueError: it can't be served.
         """
         if isinstance(params, SamplingParams):
-            return self._sampled(request_id, prompt_token_ids, params, prompt, cache_salt, now)
+            return self._sampled(request_id, prompt_token_ids, params, prompt, cache_salt, now, grammar)
         return self._searched(request_id, prompt_token_ids, params, prompt, cache_salt, now)
 
     def _sampled(
-        self, request_id: str, ids: list[int], params: SamplingParams, prompt: str | None, salt: str | None, now: float
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        prompt: str | None,
+        salt: str | None,
+        now: float,
+        grammar: Grammar | None,
     ) -> RunningRequest:
         max_tokens = self._max_tokens(ids, params.max_tokens)
         self._check(params)
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
         request = RunningRequest(request_id, prompt, ids, params, now)
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         bad_words = tokenize_bad_words(params.bad_words, self._tokenizer)
@@ -90,7 +103,8 @@ class Admission:
                 keeps_history=params.has_penalties,
             )
             key = derive_key(seed, index)
-            request.generations.append(Generation(sequence, params, self._tokenizer, self._eos, key, bad_words))
+            state = grammar.start() if grammar else None
+            request.generations.append(Generation(sequence, params, self._tokenizer, self._eos, key, bad_words, state))
         return request
 
     def _searched(

@@ -8,12 +8,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from pagedjax.config import BeamSearchParams, EngineConfig, SamplingParams
+from pagedjax.drain_rate import DrainRate
 from pagedjax.engine import Engine
+from pagedjax.grammars import Grammar
 from pagedjax.loading import Say, load_engine, say_on_stderr
 from pagedjax.metrics import Metrics
 from pagedjax.request import OutputCollector, RequestOutput
@@ -23,10 +25,16 @@ logger = logging.getLogger(__name__)
 
 # Longer texts are tokenized in a thread, so that the event loop goes on.
 _LONG_TEXT = 4096
+# llguidance's limits keep a grammar's compilation to some 100 ms; what is slower for want of a core is given up.
+_COMPILE_SECONDS = 10.0
 
 
 class QueueFull(Exception):
-    """As many requests wait as may wait: try again later."""
+    """As many requests wait as may wait: try again later, in some ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestError(Exception):
@@ -39,6 +47,7 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop
     deltas: asyncio.Queue[RequestOutput]
+    places: int  # sequences that it runs
 
 
 class AsyncLLM:
@@ -70,6 +79,8 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = itertools.count()
+        self._compiling = ThreadPoolExecutor(2, "pagedjax-grammar")
+        self._drain_rate = DrainRate()
         self._last_step = time.monotonic()
         self._dead: BaseException | None = None
         self._ended: str | None = None  # why nothing is served any more
@@ -146,12 +157,14 @@ class AsyncLLM:
         """
         params = params or SamplingParams()
         token_ids = await self._encode(prompt, add_special_tokens)
+        grammar = await self._compile(params)
         request_id = request_id or f"request-{next(self._ids)}"
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        places = params.num_samples if isinstance(params, SamplingParams) else params.beam_width
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue(), places)
         text = prompt if isinstance(prompt, str) else None
         collector = OutputCollector()
         try:
-            await self._call(lambda: self._add(stream, request_id, token_ids, params, text, cache_salt))
+            await self._call(lambda: self._add(stream, request_id, token_ids, params, text, cache_salt, grammar))
             finished = False
             while not finished:
                 output = await stream.deltas.get()
@@ -195,6 +208,18 @@ class AsyncLLM:
         if len(prompt) < _LONG_TEXT:
             return self.tokenizer.encode(prompt, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens)
+
+    async def _compile(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+        """What the output must look like, compiled in a thread of its own: others' tokens do not wait for it."""
+        if isinstance(params, BeamSearchParams) or params.structured_outputs is None:
+            return None
+        compiled = self._compiling.submit(self._engine.grammars.compile, params.structured_outputs)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(compiled), _COMPILE_SECONDS)
+        except TimeoutError:
+            raise ValueError(
+                f"structured_outputs took more than {_COMPILE_SECONDS:g} s to compile: make it simpler"
+            ) from None
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         """Run in the engine's thread, between two steps; returns what it returns and raises what it raises."""
@@ -275,21 +300,28 @@ class AsyncLLM:
         params: SamplingParams | BeamSearchParams,
         text: str | None,
         cache_salt: str | None,
+        grammar: Grammar | None,
     ) -> None:
         engine = self._engine
+        if not engine.has_work:
+            self._drain_rate.begin(time.monotonic())
         # Nothing that ends would make more room than an idle engine has.
-        if self._max_queue is not None and engine.has_work:
-            wanted = params.num_samples if isinstance(params, SamplingParams) else params.beam_width
-            waiting = engine.num_waiting + wanted - engine.num_free_places
+        elif self._max_queue is not None:
+            waiting = engine.num_waiting + stream.places - engine.num_free_places
             if waiting > self._max_queue:
                 engine.metrics.observe_rejection("queue_full")
-                raise QueueFull(f"{waiting} sequences would wait, over the limit of {self._max_queue}: try again later")
-        engine.add_request(request_id, token_ids, params, text, cache_salt)
+                raise QueueFull(
+                    f"{waiting} sequences would wait, over the limit of {self._max_queue}: try again later",
+                    self._drain_rate.seconds_for(waiting - self._max_queue, time.monotonic()),
+                )
+        engine.add_request(request_id, token_ids, params, text, cache_salt, grammar)
         self._streams[request_id] = stream
 
     def _abort(self, request_id: str, stream: _Stream) -> None:
+        """Nobody reads it any more: it has ended, or ends now."""
         # A request that was refused for its id must not end the one that has it.
         if self._streams.get(request_id) is stream:
+            self._drain_rate.count(stream.places, time.monotonic())
             self._engine.abort(request_id)
             del self._streams[request_id]
 

@@ -20,7 +20,8 @@ class Beam:
         finish_reason: how it ended; None while it runs.
     """
 
-    has_constraints = False
+    has_constraints = needs_last_token = False
+    grammar = None
     key = (0, 0)
 
     def __init__(self, sequence: Sequence, device_params: SamplingParams):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.cache_layout import CacheLayout, cache_layout
+from pagedjax.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -99,6 +100,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     skip_special_tokens: bool = True
     priority: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -164,6 +166,11 @@ class SamplingParams:
             for token, value in bias.items():
                 _check("logit_bias", _is_int(token) and token >= 0, "keyed by token ids", token)
                 _check_float("logit_bias", value, -100.0, 100.0)
+        if self.structured_outputs is not None:
+            given = self.structured_outputs
+            _check("structured_outputs", isinstance(given, StructuredOutputsParams), "a StructuredOutputsParams", given)
+            for name in ("allowed_token_ids", "bad_words"):
+                _check(name, not getattr(self, name), "absent where structured_outputs is given", getattr(self, name))
 
     @property
     def has_penalties(self) -> bool:

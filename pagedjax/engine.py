@@ -1,5 +1,6 @@
 """The engine: plans a step ahead, dispatches it, commits the step before, and hands out what is new."""
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -18,6 +19,7 @@ from pagedjax.blocks import BlockPool
 from pagedjax.config import BeamSearchParams, SamplingParams
 from pagedjax.fetch import StepInFlight, fetch
 from pagedjax.generation import Generation, TokenResult
+from pagedjax.grammars import Grammar, GrammarError, Grammars
 from pagedjax.metrics import Metrics
 from pagedjax.observer import Observer
 from pagedjax.pack import PackedRow, StepPacker
@@ -36,7 +38,9 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread owns it.
 
     ``step`` plans and dispatches step N+1 while step N runs, then waits for N and commits it. What N sampled reaches
-    N+1 on the device; a stop condition is therefore known one step late, and the extra token is dropped.
+    N+1 on the device; a stop condition is therefore known one step late, and the extra token is dropped. Where what may
+    come next depends on the token that N samples (a grammar, a bad word of several tokens), N+1's larger part is
+    dispatched first, N is committed and the mask is made while that runs, and the sampling of N+1 goes last.
 
     Args:
         runner: the device end, warmed up.
@@ -75,12 +79,14 @@ class Engine:
             by_priority=by_priority,
         )
         self._observer = Observer(metrics, self._scheduler, clock)
+        self.grammars = Grammars(tokenizer, runner.shapes.vocab_size, eos_token_ids)
         self._admission = Admission(
             self._scheduler,
             sizes,
             vocab_size=runner.shapes.vocab_size,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
+            grammars=self.grammars,
             prefix_caching=prefix_caching,
             seed=seed,
         )
@@ -130,15 +136,20 @@ class Engine:
         params: SamplingParams | BeamSearchParams,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request. Requests with different ``cache_salt`` share nothing in the prefix cache.
+
+        ``grammar`` is what ``grammars.compile`` made of ``params.structured_outputs``, in another thread perhaps; it is
+        compiled here where it is not given.
 
         Raises:
             ValueError: it can't be served; the message begins with the field at fault.
         """
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
-        request = self._admission.request(request_id, prompt_token_ids, params, prompt, cache_salt, self._clock())
+        now = self._clock()
+        request = self._admission.request(request_id, prompt_token_ids, params, prompt, cache_salt, now, grammar)
         self._scheduler.add(*(generation.sequence for generation in request.generations))
         self._requests[request_id] = request
         self._generations |= {generation.sequence: (request, generation) for generation in request.generations}
@@ -166,9 +177,7 @@ class Engine:
             plan = self._scheduler.schedule()
             self._observer.plan(plan)
             before = self._in_flight.popleft() if self._in_flight else None
-            touched = self._dispatch(plan)
-            if before:
-                touched |= self._commit(before)
+            touched = self._dispatch(plan, before)
         except jax.errors.JaxRuntimeError as error:
             return self.fail_all(error)
         outputs = [delta for request in touched.values() if (delta := self._delta(request))]
@@ -181,13 +190,36 @@ class Engine:
             self.on_step(before.plan, self._device_seconds, host_seconds)
         return outputs
 
-    def _dispatch(self, plan: SchedulePlan) -> dict[str, Request]:
-        """Start a step; returns the requests that failed as their rows were made.
+    def _dispatch(self, plan: SchedulePlan, before: StepInFlight | None) -> dict[str, Request]:
+        """Start a step and commit the one before it; returns the requests with news."""
+        if plan.transfers:
+            self._runner.swap(plan.transfers)
+        rows, touched = self._rows(plan)
+        late = [share for share, row in zip(plan, rows, strict=True) if self._is_late(share, row)]
+        self._constrain([share for share in plan if share not in late], touched)
+        if not rows:
+            return touched | (self._commit(before) if before else {})
+        copies = [(copy.source, copy.target) for copy in plan.copies]
+        step_input = self._packer.pack(rows, len(plan.decodes), self._runner.last_tokens, copies)
+        compiled, dispatched = self._runner.num_compiled, self._clock()
+        forwarded = self._runner.forward(step_input)
+        if late and before:
+            touched |= self._commit(before)
+            before = None
+            self._constrain(late, touched)
+            step_input = dataclasses.replace(step_input, rows=self._packer.with_masks(step_input.rows))
+        output = self._runner.sample(step_input, forwarded)
+        for _ in range(self._runner.num_compiled - compiled):
+            self.metrics.count_compile_after_warmup()
+        counts = tuple(len(row.prompt_targets) for row in rows)
+        self._in_flight.append(StepInFlight(plan, output, counts, dispatched))
+        return touched | (self._commit(before) if before else {})
+
+    def _rows(self, plan: SchedulePlan) -> tuple[list[PackedRow], dict[str, Request]]:
+        """The shares as rows, and the requests that failed as these were made.
 
         Their rows stay in the step: others may already count on the blocks that these fill.
         """
-        if plan.transfers:
-            self._runner.swap(plan.transfers)
         failed: dict[str, Request] = {}
         rows = [self._bare_row(share) for share in plan]
         for index, share in enumerate(plan):
@@ -198,16 +230,29 @@ class Engine:
                 rows[index] = self._row(share, rows[index], request, generation)
             if request.error:
                 failed[request.request_id] = request
-        if rows:
-            copies = [(copy.source, copy.target) for copy in plan.copies]
-            step_input = self._packer.pack(rows, len(plan.decodes), self._runner.last_tokens, copies)
-            compiled = self._runner.num_compiled
-            output = self._runner.dispatch(step_input)
-            for _ in range(self._runner.num_compiled - compiled):
-                self.metrics.count_compile_after_warmup()
-            counts = tuple(len(row.prompt_targets) for row in rows)
-            self._in_flight.append(StepInFlight(plan, output, counts, self._clock()))
-        return failed
+        return rows, failed
+
+    def _is_late(self, share: ScheduledSequence, row: PackedRow) -> bool:
+        """Whether the token in flight decides what may come after it."""
+        entry = self._generations.get(share.sequence)
+        return share.samples and row.feedback and entry is not None and entry[1].needs_last_token
+
+    def _constrain(self, shares: ListLike[ScheduledSequence], touched: dict[str, Request]) -> None:
+        """Say which tokens may come next, where not all may; requests that fail at it are added to ``touched``."""
+        found = [(s, *self._generations[s.sequence]) for s in shares if s.samples and s.sequence in self._generations]
+        asking = [entry for entry in found if entry[2].has_constraints]
+        masks = iter(self.grammars.masks([generation.grammar for _, _, generation in asking if generation.grammar]))
+        for share, request, generation in asking:
+            mask = next(masks) if generation.grammar else None
+            if request.error:
+                continue  # for another of its samples
+            with self._blame(request):
+                if isinstance(mask, GrammarError):
+                    raise mask
+                forbidden = generation.forbidden(share.start + share.num_tokens - share.sequence.num_prompt)
+                self._packer.sampling_rows.constrain(share.sequence.lane, mask, forbidden)
+            if request.error:
+                touched[request.request_id] = request
 
     @contextmanager
     def _blame(self, request: Request) -> Iterator[None]:
@@ -248,10 +293,6 @@ class Engine:
             self._packer.sampling_rows.set(lane, params, prompt_len, generation.key)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = self._clock()
-        if share.samples and generation.has_constraints:
-            self._packer.sampling_rows.clear_forbidden(lane)
-            if forbidden := generation.forbidden(share.start + share.num_tokens - sequence.num_prompt):
-                self._packer.sampling_rows.forbid(lane, forbidden)
         if sequence.index or not request.missing_prompt_logprobs:
             return row
         targets = request.prompt_token_ids[share.start + 1 : share.start + share.num_tokens + 1]
@@ -320,9 +361,12 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request with an error; the log has the details under an id that the caller gets too."""
-        error_id = secrets.token_hex(8)
-        logger.error("error %s in request %s", error_id, request.request_id, exc_info=error)
-        request.error = f"internal error {error_id}"
+        if isinstance(error, GrammarError):
+            request.error = str(error)
+        else:
+            error_id = secrets.token_hex(8)
+            logger.error("error %s in request %s", error_id, request.request_id, exc_info=error)
+            request.error = f"internal error {error_id}"
         for generation in request.generations:
             generation.finish_reason = generation.finish_reason or "error"
             self._leave(generation.sequence)

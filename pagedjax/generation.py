@@ -5,6 +5,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from pagedjax.config import SamplingParams
+from pagedjax.grammars import GrammarState
 from pagedjax.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Sequence
 from pagedjax.text import TextStream
 from pagedjax.tokenizer import Tokenizer
@@ -27,6 +28,8 @@ class Generation:
         sequence: what the scheduler sees of it.
         device_params: the parameters as the device gets them.
         key: the random key of its draws, two 32-bit words.
+        grammar: how far it has come in what its output must look like; None where anything may come.
+        needs_last_token: whether what may come next depends on the last token, so that it must be known on the host.
         finish_reason: stop, length, abort, error; None while it runs.
         stop_reason: the stop string or token that ended it.
     """
@@ -39,6 +42,7 @@ class Generation:
         eos_token_ids: ListLike[int],
         key: tuple[int, int],
         bad_words: ListLike[list[int]] = (),
+        grammar: GrammarState | None = None,
     ):
         if params.stop and tokenizer is None:
             raise ValueError("stop needs a tokenizer, and this model has none")
@@ -56,7 +60,8 @@ class Generation:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stops = self._eos | frozenset(params.stop_token_ids)
         self._bad_words = bad_words
-        sequence.waits_for_token = any(len(word) > 1 for word in self._bad_words)
+        self.grammar = grammar
+        self.needs_last_token = grammar is not None or any(len(word) > 1 for word in self._bad_words)
         self._text = TextStream(
             tokenizer,
             sequence.token_ids,
@@ -79,8 +84,8 @@ class Generation:
 
     @property
     def has_constraints(self) -> bool:
-        """Whether ``forbidden`` has to be asked before each token."""
-        return bool(self._bad_words) or self.params.min_tokens > 0
+        """Whether ``grammar`` and ``forbidden`` have to be asked before each token."""
+        return self.grammar is not None or bool(self._bad_words) or self.params.min_tokens > 0
 
     def take(self, result: TokenResult) -> None:
         """Commit the next token: text, log-probabilities, and whether it ends the sequence."""
@@ -98,9 +103,13 @@ class Generation:
             if params.include_stop_str_in_output:
                 self._new_text.append(self._text.push(token, stops_allowed=False))
         else:
+            if self.grammar:
+                self.grammar.accept(token)
             self._new_text.append(self._text.push(token, stops_allowed=may_stop))
             if self._text.stop_reason is not None:
                 self.finish_reason, self.stop_reason = "stop", self._text.stop_reason
+            elif self.grammar and self.grammar.is_finished:
+                self.finish_reason = "stop"
             elif count >= self.sequence.max_tokens:
                 self.finish_reason = "length"
         if self.finish_reason:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pagedjax.config import BeamSearchParams, EngineConfig, SamplingParams, UserError
+from pagedjax.config import BeamSearchParams, EngineConfig, SamplingParams
 from pagedjax.engine import Engine
 from pagedjax.loading import load_engine
 from pagedjax.request import OutputCollector, RequestOutput
@@ -107,12 +107,16 @@ class LLM:
         return self._run([(text, ids, params) for text, ids in zip(texts, encoded, strict=True)], use_tqdm)
 
     def score(self, token_ids: ListLike[int]) -> list[float]:
-        """Log-probabilities of a text's tokens.
+        """Log-probabilities of a text's tokens, each given all before it: one fewer than tokens, the first has none.
 
         Raises:
-            UserError: always: it is not built yet.
+            ValueError: there are no tokens, or more than the model takes.
         """
-        raise UserError("score is not built yet: use generate with prompt_logprobs=0 and max_tokens=1")
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        [output] = self._run([(None, list(token_ids), params)], use_tqdm=False)
+        assert output.prompt_logprobs is not None, "they were asked for"
+        scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [entries[token_id].logprob for token_id, entries in scored if entries is not None]
 
     def metrics(self) -> dict[str, float]:
         """The engine's numbers, by the names of ``/metrics`` without their prefix."""

@@ -1,5 +1,6 @@
 """From the host's plan to the device's ``StepInput``: NumPy arrays in the shapes of a token bucket."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
@@ -193,6 +194,12 @@ class StepPacker:
         num_rows = row_bucket if row_bucket is not None else self.shapes.row_bucket(len(seqs))
         lanes = [rows[index].lane for index in seqs]
         return StepInput(tokens, self._rows(lanes, kv_lens[seqs], tables[0, seqs], num_rows), last_tokens)
+
+    def with_masks(self, rows: RowInput) -> RowInput:
+        """Packed rows, with the masks that their lanes have by now."""
+        taken = self.sampling_rows.take_masks(np.asarray(rows.lanes))
+        fields: dict[str, Any] = {name: value for name, value in taken.items() if value is not None}
+        return dataclasses.replace(rows, sampling=dataclasses.replace(rows.sampling, **fields))
 
     def _update_tables(self, row: PackedRow) -> None:
         lane, new = row.lane, len(row.block_tables[0])

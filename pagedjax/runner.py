@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pagedjax.config import ModelConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.pack import StepPacker, StepShapes
-from pagedjax.step import RowInput, StepInput, StepOutput, TokenInput, forward, sample_rows
+from pagedjax.step import PromptLogprobs, RowInput, StepInput, StepOutput, TokenInput, forward, sample_rows
 from pagedjax.swap_space import Transfer
 from pagedjax.swap_store import SwapStore
 
@@ -22,6 +22,7 @@ from pagedjax.swap_store import SwapStore
 COMPILE_THREADS = 2
 
 OnCompiled = Callable[[str, float], None]
+Forwarded = tuple[jax.Array, PromptLogprobs]  # hidden states of the tokens after which one is sampled; the prompt's
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,26 @@ class StepRunner:
 
     def dispatch(self, step_input: StepInput) -> StepOutput:
         """Start a step; it runs behind the steps before it, and its results can be waited for."""
-        tokens, rows = step_input.tokens, step_input.rows
-        size, num_rows = tokens.token_ids.shape[0], rows.lanes.shape[0]
+        return self.sample(step_input, self.forward(step_input))
+
+    def forward(self, step_input: StepInput) -> Forwarded:
+        """Start a step's larger part; `sample` has to follow before the next step."""
+        tokens = step_input.tokens
+        size = tokens.token_ids.shape[0]
         if size not in self._forward:
             self._forward[size], _ = _compile(self._lower_forward(tokens))
         self._kv_cache, hidden, prompt = self._forward[size](
             self._params, self._kv_cache, tokens, step_input.last_tokens
         )
+        return hidden, prompt
+
+    def sample(self, step_input: StepInput, forwarded: Forwarded) -> StepOutput:
+        """Start the other part of a step: its rows may say by now what they did not know at `forward`."""
+        (hidden, prompt), rows = forwarded, step_input.rows
+        num_rows = rows.lanes.shape[0]
         if not num_rows:  # a prompt's chunk, and nothing to sample: the head is spared
             return StepOutput(None, prompt, step_input.last_tokens)
+        assert self._kv_cache is not None, "forward comes first"
         if num_rows not in self._sample:
             self._sample[num_rows], _ = _compile(self._lower_sample(rows))
         samples, self.last_tokens = self._sample[num_rows](

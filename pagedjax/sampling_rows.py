@@ -101,20 +101,29 @@ class SamplingRows:
         self._current.pop(lane, None)
         self._use_mask[lane] = False
 
-    def forbid(self, lane: int, token_ids: Sequence[int] | Array) -> None:
-        """Forbid tokens to a lane, whatever it allows, until `clear_forbidden`. Ids >= V are ignored."""
-        mask = self._current.get(lane)
-        if mask is None:
-            mask = self._current[lane] = self._static.get(lane, self._full_mask).copy()
-        ids = np.asarray(token_ids, np.int64)
-        ids = ids[(ids >= 0) & (ids < self.vocab_size)]
-        np.bitwise_and.at(mask, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
-        self._use_mask[lane] = True
+    def constrain(self, lane: int, mask: Array | None, forbidden: Sequence[int] | Array) -> None:
+        """Say which tokens may come next to a lane, of those its allowed_token_ids allow, in place of what was said
+        before.
 
-    def clear_forbidden(self, lane: int) -> None:
-        """Undo every `forbid` of a lane; its allowed_token_ids stay."""
-        if self._current.pop(lane, None) is not None:
+        Args:
+            lane: whose.
+            mask: those that may, as `pack_mask` makes it; None for all.
+            forbidden: those of them that may not, but where nothing else would be left. Ids >= V are ignored.
+        """
+        base = self._static.get(lane, self._full_mask)
+        allowed = base if mask is None else base & mask
+        ids = np.asarray(forbidden, np.int64)
+        ids = ids[(ids >= 0) & (ids < self.vocab_size)]
+        if ids.size:
+            left = allowed.copy()
+            np.bitwise_and.at(left, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
+            allowed = left if left.any() else allowed
+        if allowed is base:
+            self._current.pop(lane, None)
             self._use_mask[lane] = lane in self._static
+        else:
+            self._current[lane] = allowed
+            self._use_mask[lane] = True
 
     def take(self, lanes: Sequence[int] | Array, rows: int) -> dict[str, Array | None]:
         """Sampling settings of `lanes`, in order, padded to `rows` rows that are greedy and ask for nothing.
@@ -126,12 +135,15 @@ class SamplingRows:
         index[: len(lanes)] = lanes
         out: dict[str, Array | None] = {name: values[index] for name, values in self._plain.items()}
         out["key"] = self._key[index]
-        out["use_mask"] = self._use_mask[index]
         biased = bool(self._has_bias[index].any())
         out["bias_ids"] = self._bias_ids[index] if biased else None
         out["bias_values"] = self._bias_values[index] if biased else None
-        out["allowed"] = self._masks(index) if self._use_mask[index].any() else None
-        return out
+        return out | self.take_masks(index)
+
+    def take_masks(self, lanes: Array) -> dict[str, Array | None]:
+        """The part of `take` that says which tokens may come; a lane past the end is padding."""
+        use_mask = self._use_mask[lanes]
+        return {"use_mask": use_mask, "allowed": self._masks(lanes) if use_mask.any() else None}
 
     def _set_bias(self, lane: int, bias: dict[int, float]) -> None:
         room = self._bias_ids.shape[1]

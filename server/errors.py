@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from pagedjax import QueueFull, RequestError
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("REQUEST_ID", str)
 
-RETRY_AFTER_SECONDS = 1
+MAX_RETRY_AFTER = 600  # seconds
 
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
@@ -47,9 +48,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str) -> ApiError:
-    """A 503 that says when to come back."""
-    return ApiError(503, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+def unavailable(message: str, retry_after: float = 1.0) -> ApiError:
+    """A 503 that says in how many seconds to come back."""
+    return ApiError(503, message, headers=_come_back(retry_after))
+
+
+def _come_back(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(math.ceil(min(max(seconds, 1.0), MAX_RETRY_AFTER)))}
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:
@@ -57,9 +62,7 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        message = str(error) or "the queue is full: try again later"
-        return ApiError(429, message, code="queue_full", headers=headers)
+        return ApiError(429, str(error), code="queue_full", headers=_come_back(error.retry_after))
     if isinstance(error, web.HTTPException):
         return _http_error(error)
     if isinstance(error, RequestError):

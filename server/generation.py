@@ -85,7 +85,7 @@ async def answer(request: web.Request, generation: Generation, shape: Shape) -> 
     state = request.app[STATE]
     collectors = [OutputCollector() for _ in generation.prompts]
     usage = Usage()
-    async with state.generation() as llm, aclosing(_deltas(llm, generation)) as deltas:
+    async with state.generation(generation.body.timeout) as llm, aclosing(_deltas(llm, generation)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
             collectors[index].add(delta)
@@ -98,7 +98,7 @@ async def _stream(request: web.Request, generation: Generation, shape: Shape) ->
     stream = EventStream(request)
     usage = Usage()
     try:
-        async with state.generation() as llm, aclosing(_deltas(llm, generation)) as deltas:
+        async with state.generation(generation.body.timeout) as llm, aclosing(_deltas(llm, generation)) as deltas:
             async for index, delta in deltas:
                 usage.add(index, delta)
                 await stream.send(shape.events(index, delta))

@@ -1,7 +1,6 @@
 """The small endpoints: models, tokens, health, metrics, blocks, version, and those that are not built yet."""
 
 import asyncio
-import importlib.metadata
 from typing import Any
 
 from aiohttp import web
@@ -14,27 +13,48 @@ from server.chat import chat_completions, chat_prompt
 from server.completions import completions
 from server.errors import ApiError, bad_request, unavailable
 from server.gate import check_model
-from server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from server.openapi import Endpoint, document, version
+from server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ModelRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 from server.state import STATE, ServerState
 
 
-def routes() -> list[web.RouteDef]:
+def endpoints() -> list[Endpoint]:
     """Every endpoint."""
+    text, json_ = "text/plain", "application/json"
+    streams = (json_, "text/event-stream")
+    chat = (ChatRequest,)
+    tokenize = (TokenizeTextRequest, TokenizeChatRequest)
     return [
-        web.post("/v1/completions", completions),
-        web.post("/v1/chat/completions", chat_completions),
-        web.post("/v1/embeddings", _embeddings),
-        web.get("/v1/models", _models),
-        web.get("/v1/models/{id:.+}", _model),
-        web.post("/tokenize", _tokenize),
-        web.post("/detokenize", _detokenize),
-        web.get("/health", _health),
-        web.get("/metrics", _metrics),
-        web.get("/version", _version),
-        web.get("/", _not_built),
-        web.get("/debug/blocks", _blocks),
-        web.get("/openapi.json", _not_built),
+        Endpoint("POST", "/v1/completions", completions, "Continue a text.", (CompletionRequest,), streams),
+        Endpoint("POST", "/v1/chat/completions", chat_completions, "Continue a conversation.", chat, streams),
+        Endpoint("POST", "/v1/embeddings", _embeddings, "Not built yet.", (ModelRequest,)),
+        Endpoint("GET", "/v1/models", _models, "The model."),
+        Endpoint("GET", "/v1/models/{id:.+}", _model, "The model, if that is its name."),
+        Endpoint("POST", "/tokenize", _tokenize, "Token ids of a text or of a conversation.", tokenize),
+        Endpoint("POST", "/detokenize", _detokenize, "Text of token ids.", (DetokenizeRequest,)),
+        Endpoint("GET", "/health", _health, "Whether the server serves."),
+        Endpoint("GET", "/metrics", _metrics, "What is counted, for Prometheus.", answers=(text,)),
+        Endpoint("GET", "/version", _version, "The version of pagedjax."),
+        Endpoint("GET", "/", _not_built, "Not built yet."),
+        Endpoint("GET", "/debug/blocks", _blocks, "Every block of the KV cache, and every request."),
+        Endpoint("GET", "/openapi.json", _openapi, "This document."),
     ]
+
+
+def routes() -> list[web.RouteDef]:
+    """Every endpoint, for aiohttp."""
+    return [endpoint.route for endpoint in endpoints()]
+
+
+async def _openapi(request: web.Request) -> web.Response:
+    return web.json_response(document(endpoints(), request.app[STATE].model_name))
 
 
 async def _models(request: web.Request) -> web.Response:
@@ -110,11 +130,7 @@ async def _blocks(request: web.Request) -> web.Response:
 
 
 async def _version(request: web.Request) -> web.Response:
-    try:
-        version = importlib.metadata.version("pagedjax")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        version = "unknown"
-    return web.json_response({"version": version})
+    return web.json_response({"version": version()})
 
 
 async def _embeddings(request: web.Request) -> web.Response:

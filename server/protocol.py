@@ -5,11 +5,12 @@ with the field's name.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Self
+import re
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pagedjax import BeamSearchParams, SamplingParams
+from pagedjax import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from server.errors import ApiError, bad_request
 from server.fields import Content, EarlyStopping, LogitBias, Prompt, RequestBody, Role, Salt, Stop, refuse
 
@@ -23,6 +24,7 @@ _SAMPLING_FIELDS = (
 )
 # Beam search heeds these, or gives the same whatever they are, as with a seed.
 _BEAM_FIELDS = {"n", "best_of", "temperature", "seed", "ignore_eos", "max_tokens"}
+_ANY_OBJECT = StructuredOutputsParams(json_object=True)
 _TEMPLATE_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -32,6 +34,38 @@ class StreamOptions(RequestBody):
     unsupported: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
     include_usage: bool = False
+
+
+class JsonSchema(RequestBody):
+    """A schema with its name. It is always kept to the letter, whatever ``strict`` says."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema", default_factory=dict)
+    strict: bool = False
+
+
+class ResponseFormat(RequestBody):
+    """What the answer must look like, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_by_type(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise refuse("must be given when type is json_schema, and only then", "json_schema")
+        return self
+
+
+class StructuredOutputs(RequestBody):
+    """What the answer must look like, in vLLM's words: see `StructuredOutputsParams`."""
+
+    json_: str | dict[str, Any] | None = Field(alias="json", default=None)
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class ModelRequest(RequestBody):
@@ -74,10 +108,14 @@ class SamplingRequest(ModelRequest):
     return_token_ids: bool = False
     priority: int = 0
     cache_salt: Salt | None = None
+    timeout: float | None = Field(default=None, gt=0)  # seconds
 
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # These say who asks and why; they change nothing in the answer.
     user: str | None = None
@@ -98,17 +136,20 @@ class SamplingRequest(ModelRequest):
 
     def blame(self, error: ValueError) -> ApiError | None:
         """A 400 for an error whose text begins with the name of a field; None if it does not."""
-        name, _, rule = str(error).partition(" ")
+        [name] = re.findall(r"^\w*", str(error))
+        rule = str(error)[len(name) :]
         param = self._param(name)
         if param not in type(self).model_fields:
             return None
         # A prompt that is too long is called a prompt, also where it came as messages.
-        return bad_request(str(error) if name == "prompt" else f"{param} {rule}", param)
+        return bad_request(str(error) if name == "prompt" else f"{param}{rule}", param)
 
     def _param(self, name: str) -> str:
         """The field of this request that stands behind an argument of SamplingParams or of generate()."""
         if name == "beam_width":
             return "n" if self.best_of is None else "best_of"
+        if name == "structured_outputs" and self.structured_outputs is None:
+            return "response_format"
         return name
 
     def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
@@ -116,12 +157,24 @@ class SamplingRequest(ModelRequest):
             raise bad_request("best_of cannot be streamed unless it equals n", "best_of")
         fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         try:
-            sampling = SamplingParams(**fields | more)
+            sampling = SamplingParams(**fields | more, structured_outputs=self._structured())
             return self._beam_params(sampling) if self.use_beam_search else self._without_beams(sampling)
         except ValueError as error:
             if refusal := self.blame(error):
                 raise refusal from None
             raise
+
+    def _structured(self) -> StructuredOutputsParams | None:
+        asked, wanted = self.response_format, self.structured_outputs
+        if asked is not None and asked.type == "text":
+            asked = None
+        if asked is not None and wanted is not None:
+            raise bad_request("structured_outputs excludes response_format: give one of them", "structured_outputs")
+        if wanted is not None:
+            return StructuredOutputsParams(**wanted.model_dump(by_alias=True))
+        if asked is None:
+            return None
+        return StructuredOutputsParams(json=asked.json_schema.schema_) if asked.json_schema else _ANY_OBJECT
 
     def _without_beams(self, sampling: SamplingParams) -> SamplingParams:
         for name in ("length_penalty", "early_stopping"):
@@ -134,7 +187,8 @@ class SamplingRequest(ModelRequest):
         plain = SamplingParams()
         for name in (field.name for field in dataclasses.fields(sampling)):
             if name not in _BEAM_FIELDS and getattr(sampling, name) != getattr(plain, name):
-                raise bad_request(f"{name} does not go with use_beam_search: leave it out", name)
+                param = self._param(name) if name == "structured_outputs" else name
+                raise bad_request(f"{param} does not go with use_beam_search: leave it out", param)
         if sampling.temperature not in (0, 1):
             message = f"temperature must be 0, 1 or absent with use_beam_search, got {sampling.temperature:g}"
             raise bad_request(message, "temperature")
@@ -235,7 +289,6 @@ class ChatRequest(SamplingRequest, TemplateFields):
 
     unsupported: ClassVar = {
         **SamplingRequest.unsupported,
-        "response_format": ({"type": "text"},),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),

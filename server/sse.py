@@ -1,5 +1,6 @@
 """Server-sent events: each event is a line ``data: {json}`` and an empty line."""
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,6 +8,10 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from server.errors import ApiError
+
+# A client that takes nothing for so long is taken for gone. Until then all that waits for it is the rest of its own
+# output: the engine waits for nobody.
+SLOW_READER_SECONDS = 60.0
 
 DONE = b"data: [DONE]\n\n"
 
@@ -45,11 +50,21 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, events: Iterable[bytes]) -> None:
-        """Write events at once; waits while the client reads too slowly."""
+        """Write events at once; waits while the client reads too slowly.
+
+        Raises:
+            ConnectionError: the client is gone, or has taken nothing for ``SLOW_READER_SECONDS``.
+        """
         if not self.started:
             await self.response.prepare(self._request)
         if data := b"".join(events):
-            await self.response.write(data)
+            try:
+                async with asyncio.timeout(SLOW_READER_SECONDS):
+                    await self.response.write(data)
+            except TimeoutError:
+                if self._request.transport:
+                    self._request.transport.abort()
+                raise ConnectionResetError("the client reads too slowly") from None
 
     async def fail(self, error: ApiError) -> None:
         """End with an error event."""

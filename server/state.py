@@ -30,6 +30,7 @@ class ServerState:
         self.llm: AsyncLLM | None = None
         self.ready_time = 0  # seconds since 1970
         self.hangs = False  # the engine did not end when it was told to
+        self._end = 0.0  # when a server that is shutting down will be gone, by the loop's clock
         self._scopes: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -53,7 +54,8 @@ class ServerState:
             ApiError: 503, it is loading or takes no more requests.
         """
         if self.phase is Phase.DRAINING:
-            raise unavailable("the server is shutting down and takes no more requests")
+            left = self._end - asyncio.get_running_loop().time()
+            raise unavailable("the server is shutting down and takes no more requests", left)
         return self.loaded()
 
     def loaded(self) -> AsyncLLM:
@@ -67,14 +69,18 @@ class ServerState:
         return self.llm
 
     @asynccontextmanager
-    async def generation(self) -> AsyncIterator[AsyncLLM]:
+    async def generation(self, timeout: float | None) -> AsyncIterator[AsyncLLM]:  # noqa: ASYNC109 (a limit, not a wait)
         """Run a generation inside: it is waited for at shutdown, and ended when its time is up.
 
+        Args:
+            timeout: seconds that the client gives it; the server's ``request_timeout`` where that is less.
+
         Raises:
-            ApiError: 503 if no requests are taken or the server ended first, 408 after ``request_timeout``.
+            ApiError: 503 if no requests are taken or the server ended first, 408 when its time is up.
         """
         llm = self.engine()
-        scope = asyncio.timeout(self.config.request_timeout)
+        limit = min((t for t in (timeout, self.config.request_timeout) if t is not None), default=None)
+        scope = asyncio.timeout(limit)
         try:
             async with scope:
                 self._scopes.add(scope)
@@ -90,12 +96,13 @@ class ServerState:
                 raise
             if self.phase is Phase.DRAINING:
                 raise unavailable("the server shut down before the request was done") from None
-            message = f"the request took longer than {self.config.request_timeout:g} s"
+            message = f"the request took longer than {limit:g} s"
             raise ApiError(408, message, code="request_timeout") from None
 
     async def drain(self) -> None:
         """Take no more requests; return when the running ones are done or, in the end, told to end."""
         self.phase = Phase.DRAINING
+        self._end = asyncio.get_running_loop().time() + self.config.shutdown_timeout
         try:
             async with asyncio.timeout(self.config.shutdown_timeout):
                 await self._idle.wait()

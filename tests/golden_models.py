@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +55,7 @@ def cases(model: str) -> list[Case]:
     ]
 
 
-@cache
+@lru_cache(maxsize=8)  # each takes memory, and some 3,000 of the mappings that a process may have
 def runner(model: str, dtype: str, block_size: int, attention_backend: str = "xla") -> StepRunner:
     """A warm runner of 24 lanes and up to 64 tokens a step."""
     graphdef, params, config = load_model(

@@ -282,6 +282,28 @@ async def test_a_full_queue(start: Start) -> None:
     await assert_serves(llm)
 
 
+async def test_a_full_queue_says_when_to_come_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = await start(max_queue=1)
+    monkeypatch.setattr(llm._drain_rate, "seconds_for", lambda sequences, now: 100.0 * sequences)
+    running = [llm.generate("<loop>", greedy(max_tokens=100)) for _ in range(8)]
+    for stream in running:
+        await anext(stream)
+    waiting = asyncio.create_task(last(llm, "<loop>", greedy(max_tokens=5)))
+    await until(lambda: llm._engine.num_waiting == 1)
+    with pytest.raises(QueueFull) as refused:
+        await last(llm, "<go>", greedy(n=2))
+    assert refused.value.retry_after == 200.0, "two have to leave before two may come"
+    assert not llm._drain_rate._ended
+    await running[0].aclose()
+    await waiting
+    for stream in running[1:]:
+        await stream.aclose()
+    await until(lambda: is_idle(llm))
+    assert sum(count for _, count in llm._drain_rate._ended) == 9
+    await last(llm, "<go>", greedy())
+    assert sum(count for _, count in llm._drain_rate._ended) <= 1, "what was before an idle time does not count"
+
+
 async def test_who_finds_a_free_place_does_not_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = await start(max_queue=2)
     hold = threading.Event()
@@ -318,17 +340,17 @@ async def test_every_sample_has_to_wait(start: Start) -> None:
 
 
 async def test_one_step_that_fails_ends_what_ran_and_no_more(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llm._engine._runner.dispatch
+    original = llm._engine._runner.sample
     calls = 0
 
-    def dispatch(step_input: Any) -> Any:
+    def sample(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise RuntimeError("a fault of ours")
-        return original(step_input)
+        return original(*args)
 
-    monkeypatch.setattr(llm._engine._runner, "dispatch", dispatch)
+    monkeypatch.setattr(llm._engine._runner, "sample", sample)
     results = await asyncio.gather(*(last(llm, "<loop>", greedy()) for _ in range(3)), return_exceptions=True)
     assert [type(result) for result in results] == [RequestError] * 3
     assert all("internal error" in str(result) for result in results)
@@ -354,16 +376,17 @@ async def test_shutdown_ends_running_requests(start: Start) -> None:
 
 async def test_shutdown_does_not_wait_for_a_step_that_hangs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = await start()
-    hold = threading.Event()
+    hold, begun = threading.Event(), threading.Event()
     original = llm._engine.step
 
     def step() -> list[RequestOutput]:
+        begun.set()
         hold.wait(10)
         return original()
 
     monkeypatch.setattr(llm._engine, "step", step)
     task = asyncio.create_task(last(llm, "<go>", greedy()))
-    await until(lambda: llm.num_unfinished == 1)
+    await until(begun.is_set)
     assert await llm.shutdown(timeout=0.05) is False
     hold.set()
     assert await llm.shutdown(timeout=10) is True

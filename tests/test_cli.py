@@ -88,8 +88,17 @@ def default_of(field: dataclasses.Field[Any]) -> str:
         (
             SAMPLING_FLAGS,
             SamplingParams,
-            # `seed` is the engine's flag; the effect of the others could not be seen.
-            {"seed", "best_of", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "priority"},
+            # `seed` is the engine's flag, a grammar is no word; the effect of the others could not be seen.
+            {
+                "seed",
+                "best_of",
+                "logprobs",
+                "prompt_logprobs",
+                "logit_bias",
+                "allowed_token_ids",
+                "priority",
+                "structured_outputs",
+            },
         ),
     ],
 )

@@ -47,17 +47,20 @@ def code_spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
-def first_import(block: str) -> str:
-    """The first name that an example imports from us or from openai; it is called by that."""
-    found = re.search(r"^from (?:pagedjax|openai) import (\w+)", block, re.MULTILINE)
+def name_of(block: str) -> str:
+    """An example is called by the first name that it imports from us or from openai, unless it shows a later one."""
+    found = re.search(r"^from (?:pagedjax|openai) import (.+)", block, re.MULTILINE)
     assert found, f"an example that imports nothing of ours:\n{block}"
-    return found[1]
+    names = found[1].split(", ")
+    return "StructuredOutputsParams" if "StructuredOutputsParams" in names else names[0]
 
 
-EXAMPLES = {first_import(block): block for block in fenced(README, "python")}
+EXAMPLES = {name_of(block): block for block in fenced(README, "python")}
 OF_ITSELF = [name for name, block in EXAMPLES.items() if ADDRESS not in block]
 OF_A_CLIENT = [name for name in EXAMPLES if name not in OF_ITSELF]
 [BENCH_SERVE] = [block for block in fenced(README, "bash") if "bench serve" in block]
+[NODE] = fenced(README, "javascript")
+NODE_MODULES = ROOT / "tests" / "node" / "node_modules"  # `npm ci` makes it
 [CURL] = [block for block in fenced(README, "bash") if block.startswith("curl")]
 
 # ---- the examples run ----
@@ -134,7 +137,7 @@ def run_python(text: str, variables: dict[str, str], folder: Path) -> str:
 
 
 def test_there_are_the_examples_that_the_tests_know() -> None:
-    assert OF_ITSELF == ["LLM", "AsyncLLM", "PackedRow"]
+    assert OF_ITSELF == ["LLM", "StructuredOutputsParams", "AsyncLLM", "PackedRow"]
     assert OF_A_CLIENT == ["OpenAI"]
 
 
@@ -145,6 +148,13 @@ def test_llm(variables: dict[str, str], tmp_path: Path) -> None:
     assert continued, printed
     if is_real(variables):
         assert said_in_the_readme(continued[1])
+
+
+def test_structured_outputs(variables: dict[str, str], tmp_path: Path) -> None:
+    said = json.loads(run_python(EXAMPLES["StructuredOutputsParams"], variables, tmp_path))
+    assert list(said) == ["city", "capital"]
+    if is_real(variables):
+        assert said["city"] == "Paris"
 
 
 @pytest.mark.parametrize("name", [pytest.param("AsyncLLM", marks=pytest.mark.nightly), "PackedRow"])
@@ -170,12 +180,22 @@ def test_curl_and_the_openai_client(variables: dict[str, str], tmp_path: Path) -
             assert said_in_the_readme(text)
         for name in OF_A_CLIENT:
             assert run_python(EXAMPLES[name].replace(ADDRESS, address), variables, tmp_path)
+        if NODE_MODULES.is_dir() or "CI" in os.environ:
+            assert run_node(NODE.replace(ADDRESS, address), tmp_path)
         program = shlex.join([sys.executable, "-m", "pagedjax.cli"])
         command[2] = BENCH_SERVE.replace(ADDRESS, address).replace(".venv/bin/pagedjax", program)
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert re.findall(r"^Successful requests: +(\d+)$", done.stdout, re.MULTILINE) == ["16", "16"]
         assert (tmp_path / "latency.png").stat().st_size > 1000
+
+
+def run_node(text: str, folder: Path) -> str:
+    """What a module prints; it must end well."""
+    (folder / "node_modules").symlink_to(NODE_MODULES)
+    (folder / "example.mjs").write_text(text)
+    command = ["node", "example.mjs"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
 def is_real(variables: dict[str, str]) -> bool:

@@ -213,16 +213,16 @@ def device_error() -> jax.errors.JaxRuntimeError:
 def test_the_device_fails_at_dispatch(
     engine: Engine, chain: ChainModel, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    original, calls = engine._runner.dispatch, 0
+    original, calls = engine._runner.sample, 0
 
-    def dispatch(step_input: Any) -> Any:
+    def sample(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
             raise device_error()
-        return original(step_input)
+        return original(*args)
 
-    monkeypatch.setattr(engine._runner, "dispatch", dispatch)
+    monkeypatch.setattr(engine._runner, "sample", sample)
     add_neighbours(engine, chain)
     outputs = run(engine)
     assert len(outputs) == len(NEIGHBOURS)
@@ -262,12 +262,12 @@ class Broken:
 def test_the_device_fails_and_it_is_seen_later(
     engine: Engine, chain: ChainModel, monkeypatch: pytest.MonkeyPatch, call: int, poisoned: bool
 ) -> None:
-    original, calls = engine._runner.dispatch, 0
+    original, calls = engine._runner.sample, 0
 
-    def dispatch(step_input: Any) -> Any:
+    def sample(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        output = original(step_input)
+        output = original(*args)
         if calls == call + 1 and poisoned:  # the step that ran behind it has nothing that can be used
             engine._runner.last_tokens.delete()
             jax.tree.map(lambda array: array.delete(), engine._runner._kv_cache)
@@ -276,7 +276,7 @@ def test_the_device_fails_and_it_is_seen_later(
         assert output.samples is not None
         return dataclasses.replace(output, samples=dataclasses.replace(output.samples, tokens=cast(Any, Broken())))
 
-    monkeypatch.setattr(engine._runner, "dispatch", dispatch)
+    monkeypatch.setattr(engine._runner, "sample", sample)
     add_neighbours(engine, chain)
     outputs = run(engine)
     ended = {name for name, out in outputs.items() if out.error is None}

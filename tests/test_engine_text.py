@@ -1,5 +1,6 @@
 """Exact texts, tokens and numbers through the whole engine: the chain model says what each has to be."""
 
+import itertools
 import math
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
@@ -411,3 +412,15 @@ async def test_streamed_text_holds_no_part_of_a_stop_string(async_llm: AsyncLLM)
     shown = [out.outputs[0].text async for out in async_llm.generate("<go>", greedy())]
     assert shown[-1] == TEXT
     assert not any("\ufffd" in text for text in shown)
+
+
+def test_score(llm: LLM, chain: ChainModel) -> None:
+    ids = [chain.id(token) for token in ("<dice>", "a", "c", "b", "e", "a")]
+    expected = [float(chain.log_probs[before, after]) for before, after in itertools.pairwise(ids)]
+    assert llm.score(ids) == pytest.approx(expected, abs=1e-4)
+    assert llm.score(ids) == llm.score(tuple(ids))
+    assert llm.score(ids[:1]) == []
+    with pytest.raises(ValueError, match="prompt has no tokens"):
+        llm.score([])
+    with pytest.raises(ValueError, match="prompt has 200 tokens"):
+        llm.score([1] * 200)

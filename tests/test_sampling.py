@@ -147,7 +147,9 @@ def test_cuts_keep_what_a_sort_keeps(vocab: int, kind: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(
-        st.floats(-300, 300, width=32) | st.sampled_from([0.0, 1.0, -np.inf, 3e38, -3e38, 1e-30]),
+        # XLA takes a subnormal number for zero on CPUs.
+        st.floats(-300, 300, width=32, allow_subnormal=False)
+        | st.sampled_from([0.0, 1.0, -np.inf, 3e38, -3e38, 1e-30]),
         min_size=24,
         max_size=24,
     ).filter(lambda values: max(values) > -np.inf),

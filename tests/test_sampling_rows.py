@@ -9,7 +9,7 @@ import pytest
 
 from pagedjax.config import SamplingParams
 from pagedjax.sampling import SamplingInput
-from pagedjax.sampling_rows import SamplingRows, derive_key
+from pagedjax.sampling_rows import SamplingRows, derive_key, pack_mask
 
 DEVICE = {  # what the device takes for "nothing asked"
     "temperature": (np.float32, 0),
@@ -60,18 +60,25 @@ def test_masks_and_bias_of_a_lane() -> None:
     rows = SamplingRows(num_lanes=3, vocab_size=70, max_bias=2)
     rows.set(0, SamplingParams(allowed_token_ids=[1, 40, 69, 70, 5000]), prompt_len=1, key=(0, 0))
     rows.set(1, SamplingParams(logit_bias={3: 1.5, 9: -2.0}), prompt_len=1, key=(0, 0))
-    rows.forbid(1, [0, 69, 64, 1000])
+    rows.constrain(1, None, [0, 69, 64, 1000])
     taken = take(rows, [0, 1], 3)
     assert taken["use_mask"].tolist() == [True, True, False]
     assert allowed_ids(taken["allowed"][0]) == {1, 40, 69}
     assert allowed_ids(taken["allowed"][1]) == set(range(70)) - {0, 69, 64}
     assert taken["bias_ids"].tolist() == [[-1, -1], [3, 9], [-1, -1]]
     assert taken["bias_values"][1].tolist() == [1.5, -2.0]
-    rows.forbid(0, [40])
-    rows.forbid(0, [1])
-    assert allowed_ids(take(rows, [0], 1)["allowed"][0]) == {69}
-    rows.clear_forbidden(0)
-    rows.clear_forbidden(1)
+    rows.constrain(0, None, [40])
+    assert allowed_ids(take(rows, [0], 1)["allowed"][0]) == {1, 69}
+    rows.constrain(0, pack_mask([0, 1, 40], 70), [1])
+    assert allowed_ids(take(rows, [0], 1)["allowed"][0]) == {40}
+    rows.constrain(0, pack_mask([0, 1, 40], 70), [1, 40])  # nothing would be left
+    assert allowed_ids(take(rows, [0], 1)["allowed"][0]) == {1, 40}
+    rows.constrain(2, pack_mask([7], 70), [])
+    masks: Any = rows.take_masks(np.array([2, 3, 1]))
+    assert masks["use_mask"].tolist() == [True, False, True]
+    assert allowed_ids(masks["allowed"][0]) == {7}
+    rows.constrain(0, None, [])
+    rows.constrain(1, None, [])
     assert allowed_ids(take(rows, [0], 1)["allowed"][0]) == {1, 40, 69}
     assert take(rows, [1], 1)["allowed"] is None
     rows.set(1, SamplingParams(), prompt_len=1, key=(0, 0))

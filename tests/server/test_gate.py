@@ -2,10 +2,13 @@
 
 import logging
 import re
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from fake_engine import FakeLLM
+
+from pagedjax import QueueFull
 
 BODY = {"model": "tiny", "prompt": "a secret", "max_tokens": 2}
 PREFLIGHT = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
@@ -113,6 +116,20 @@ async def test_a_full_queue(served: Any, llm: FakeLLM) -> None:
         assert (await answer.json())["error"]["code"] == "queue_full"
     assert not llm.running
     assert (await served.post("/v1/completions", BODY))[0] == 200
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(0.0, "1"), (2.1, "3"), (1e9, "600")])
+async def test_when_to_come_back(
+    served: Any, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, seconds: float, header: str
+) -> None:
+    async def refuse(*args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        raise QueueFull("the queue is full", seconds)
+        yield
+
+    monkeypatch.setattr(llm, "generate", refuse)
+    for stream in (False, True):
+        async with served.session.post(served.url + "/v1/completions", json=BODY | {"stream": stream}) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, header)
 
 
 async def test_health_metrics_version(served_with: Any, llm: FakeLLM) -> None:

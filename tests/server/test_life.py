@@ -106,6 +106,59 @@ async def test_draining_lets_requests_end(served: Any, llm: FakeLLM) -> None:
     await drain
 
 
+async def test_when_a_server_that_drains_is_gone(served_with: Any, llm: FakeLLM) -> None:
+    llm.step_seconds = 0.01
+    served = await served_with(shutdown_timeout=25)
+    running = asyncio.create_task(served.post("/v1/completions", BODY))
+    await llm.begun.wait()
+    drain = asyncio.create_task(served.app[STATE].drain())
+    await asyncio.sleep(0)
+    async with served.session.post(served.url + "/v1/completions", json=BODY) as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "25")
+    await running
+    await drain
+
+
+@pytest.mark.parametrize(("own", "servers", "limit"), [(0.05, None, 0.05), (0.05, 5.0, 0.05), (9.0, 0.06, 0.06)])
+async def test_a_requests_own_time(
+    served_with: Any, llm: FakeLLM, own: float, servers: float | None, limit: float
+) -> None:
+    llm.step_seconds = 0.02
+    served = await served_with(request_timeout=servers)
+    status, body = await served.post("/v1/completions", BODY | {"timeout": own})
+    assert (status, body["error"]["code"]) == (408, "request_timeout")
+    assert body["error"]["message"] == f"the request took longer than {limit:g} s"
+    async with served.session.post(
+        served.url + "/v1/completions", json=BODY | {"timeout": own, "stream": True}
+    ) as sent:
+        assert "request_timeout" in (await sent.text()).split("\n\n")[-2]
+    assert not llm.running
+    llm.step_seconds = 0
+    assert (await served.post("/v1/completions", BODY | {"timeout": 30}))[0] == 200
+
+
+async def test_a_client_that_does_not_read(served: Any, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is hung up on; until then it holds up nobody."""
+    monkeypatch.setattr("server.sse.SLOW_READER_SECONDS", 0.3)
+    llm.script, llm.max_model_len = "x" * 60_000, 70_000
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        body = json.dumps(BODY | {"stream": True, "max_tokens": 60_000, "logprobs": 5}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        client.sendall(f"{head}\r\n\r\n".encode() + body)
+        await llm.begun.wait()
+        async with asyncio.timeout(30):
+            while llm.running:
+                await asyncio.sleep(0.01)
+                assert (await served.get("/health"))[0] == 200
+    status, _ = await served.post("/v1/completions", BODY)
+    assert status == 200
+
+
 async def test_draining_ends_what_takes_too_long(served_with: Any, llm: FakeLLM) -> None:
     llm.step_seconds = 0.05
     served = await served_with(shutdown_timeout=0.1)
@@ -125,7 +178,7 @@ async def test_draining_while_a_request_that_took_too_long_still_ends() -> None:
     state.ready(cast(Any, FakeLLM()))
 
     async def slow() -> None:
-        async with state.generation():
+        async with state.generation(None):
             try:
                 await asyncio.sleep(10)
             finally:

@@ -75,6 +75,8 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     (BOTH, {"min_tokens": -1}, 400, "min_tokens"),
     (BOTH, {"prompt_logprobs": 21}, 400, "prompt_logprobs"),
     (BOTH, {"stream": "yes"}, 400, "stream"),
+    (BOTH, {"timeout": 0}, 400, "timeout"),
+    (BOTH, {"timeout": "1"}, 400, "timeout"),
     (BOTH, {"stream_options": {"include_usage": True}}, 400, "stream_options"),
     (BOTH, {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
     (
@@ -173,7 +175,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
     ((CHAT,), {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ((CHAT,), {"top_logprobs": 2}, 400, "top_logprobs"),
     ((CHAT,), {"echo": True}, 400, "echo"),
-    ((CHAT,), {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    (BOTH, {"response_format": {"type": "yaml"}}, 400, "response_format.type"),
     ((CHAT,), {"tools": [FUNCTION]}, 400, "tools"),
     ((CHAT,), {"tool_choice": "required"}, 400, "tool_choice"),
     ((CHAT,), {"functions": [{"name": "f"}]}, 400, "functions"),
