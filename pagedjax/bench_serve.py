@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,10 +117,14 @@ class ServeBench(Workload):
         return ({"ignore_eos": True} if self.ignore_eos else {}) | extra
 
 
-def bench_serve(config: ServeBench) -> dict[str, Any]:
+def bench_serve(config: ServeBench, show: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """Run the requests at each rate, and return the numbers: of each rate an entry of ``runs``.
 
     A short request goes ahead, which nobody counts: it tells whether there is such a server and model.
+
+    Args:
+        config: what to ask of which server.
+        show: gets each rate's numbers as soon as they are there.
 
     Raises:
         UserError: the server cannot be reached or refuses that request, or the trace or the tokenizer cannot be read.
@@ -131,7 +135,7 @@ def bench_serve(config: ServeBench) -> dict[str, Any]:
         chat=config.endpoint == "chat",
         extra=config.fields(),
     )
-    requests = config.requests()
+    requests = sorted(config.requests(), key=lambda request: request.arrival)
     rates: Sequence[float | None] = config.request_rate or (None if config.trace else math.inf,)
     vocabulary = _vocabulary(config)
     _allow_files(min(config.num_prompts, config.max_concurrency or config.num_prompts) + _SPARE_FILES)
@@ -143,6 +147,8 @@ def bench_serve(config: ServeBench) -> dict[str, Any]:
         arrivals = _arrivals(config, requests, rate, (config.seed, index, 1))
         run = asyncio.run(_run(config, endpoint, calls, arrivals, rate))
         runs.append(numbers_of(run, goals))
+        if show is not None:
+            show(runs[-1])
     settings = {"base_url": endpoint.url, "model": config.model, "endpoint": config.endpoint, "seed": config.seed}
     settings |= {"trace": str(config.trace) if config.trace else None, "burstiness": config.burstiness}
     return settings | {"runs": runs}

@@ -276,11 +276,9 @@ def _serve_bench(args: argparse.Namespace) -> int:
 
     settings = given(args, SERVE_BENCH_FLAGS)
     settings.setdefault("api_key", os.environ.get("PAGEDJAX_API_KEY"))
-    numbers = bench_serve(ServeBench(**settings)) | {"version": _version()}
-    for run in numbers["runs"]:
-        print(table(run))
+    numbers = bench_serve(ServeBench(**settings), lambda run: print(table(run), flush=True))
     if args.json is not None:
-        _write(args.json, json.dumps(numbers) + "\n")
+        _write(args.json, json.dumps(numbers | {"version": _version()}) + "\n")
     if args.plot is not None:
         plot(args.plot, numbers["runs"])
     return int(any(run["failed"] for run in numbers["runs"]))

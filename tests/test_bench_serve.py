@@ -1,33 +1,41 @@
 """`bench serve`: what it sends when, what it measures of servers whose delays are known, and what it says of faults."""
 
 import asyncio
+import dataclasses
+import itertools
 import json
 import re
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import tokenizers
 from aiohttp import web
 from chain_model import write_chain_model
 from fake_engine import FakeLLM
 
+from pagedjax import LLM, SamplingParams
 from pagedjax.bench_client import Answer
 from pagedjax.bench_report import Run, numbers_of, table
 from pagedjax.bench_serve import WORDS, ServeBench, bench_serve
-from pagedjax.bench_workload import arrival_times, share_as_traced
+from pagedjax.bench_workload import arrival_times, random_prompts, share_as_traced
 from pagedjax.cli import main
 from pagedjax.config import UserError
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.traces import TraceRequest
 from server import ServerConfig, app_runner, create_app
 
+ROOT = Path(__file__).parents[1]
 SLACK = 60.0  # milliseconds by which a busy machine may delay a median
 
 
@@ -155,8 +163,8 @@ def run(url: str) -> Callable[..., dict[str, Any]]:
     """Run one rate against the scripted server: its numbers."""
 
     def one(**settings: Any) -> dict[str, Any]:
-        plain: dict[str, Any] = {"input_len": 7, "output_len": 4, "vocab_size": 50}
-        [numbers] = bench_serve(ServeBench(base_url=url, model="m", **plain | settings))["runs"]
+        defaults: dict[str, Any] = {"input_len": 7, "output_len": 4, "vocab_size": 50}
+        [numbers] = bench_serve(ServeBench(base_url=url, model="m", **(defaults | settings)))["runs"]
         return cast(dict[str, Any], numbers)
 
     return one
@@ -374,7 +382,7 @@ def test_requests_are_sent_when_they_should(script: ScriptedServer, run: Callabl
 
 TRACE = "".join(
     json.dumps({"timestamp": at, "input_length": 6, "output_length": out, "hash_ids": ids}) + "\n"
-    for at, out, ids in [(1000, 2, [4, 5]), (1600, 3, [4, 6]), (1800, 1, [7, 5])]
+    for at, out, ids in [(1000, 2, [4, 5]), (1800, 1, [7, 5]), (1600, 3, [4, 6])]  # in no order
 )
 
 
@@ -430,6 +438,75 @@ def test_our_own_server(ours: str, endpoint: str) -> None:
     assert (numbers["completed"], numbers["output_tokens"], numbers["without_usage"]) == (5, 40, 0)
     assert numbers["tpot_ms"]["median"] > 9
     assert 9 < numbers["ttft_ms"]["median"] < numbers["e2el_ms"]["median"] - 60
+
+
+BIG_ENOUGH: dict[str, Any] = {  # 100 million parameters: a step takes some ten milliseconds or more on any two cores
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_dummy_model(folder: Path) -> None:
+    """A model without weights whose tokens all have a text, so that each of them is an event."""
+    (folder / "config.json").write_text(json.dumps(BIG_ENOUGH))
+    words = map("".join, itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=4))
+    vocabulary = {f" {word}": i for i, word in enumerate(itertools.islice(words, BIG_ENOUGH["vocab_size"]))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=" aaaa"))
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.save(str(folder / "tokenizer.json"))
+
+
+@contextmanager
+def our_server(*flags: str) -> Iterator[str]:
+    """`pagedjax serve` in a process of its own; its address."""
+    command = [sys.executable, "-m", "pagedjax.cli", "serve", *flags, "--port", "0", "--served-model-name", "m"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            ready = next(line for line in process.stderr if line.startswith("pagedjax: ready on "))
+            yield ready.split()[-1]
+            process.terminate()
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+
+
+@pytest.mark.nightly
+def test_streaming_to_32_clients_costs_little(tmp_path: Path, step_cache: Path) -> None:
+    """At most a tenth of what ``LLM.generate`` does with the same requests, the clients' own work counted in.
+
+    Rounds alternate, since what else a machine does makes both slower, and the median of their ratios counts.
+    """
+    write_dummy_model(tmp_path)
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "kv_cache_memory": "128MiB", "load_format": "dummy"}
+    flags = [part for name, value in sizes.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    streamed, whole = list[float](), list[float]()
+    with our_server(str(tmp_path), *flags) as address:
+        llm = LLM(str(tmp_path), **sizes)
+        for seed in range(5):
+            config = ServeBench(
+                base_url=address, model="m", num_prompts=32, input_len=16, output_len=48, vocab_size=32000, seed=seed
+            )
+            [numbers] = bench_serve(dataclasses.replace(config, ignore_eos=True))["runs"]
+            assert (numbers["failed"], numbers["output_tokens"]) == (0, 32 * 48)
+            assert numbers["itl_ms"] is not None, "tokens came one by one"
+            streamed.append(numbers["output_tokens_per_s"])
+            prompts = random_prompts(config.lengths(), 32000, seed=(seed, 0))
+            began = time.perf_counter()
+            llm.generate(prompts, SamplingParams(temperature=0, ignore_eos=True, max_tokens=48), use_tqdm=False)
+            whole.append(32 * 48 / (time.perf_counter() - began))
+    print(f"output tokens/s streamed {streamed}, generated {whole}")
+    assert np.median(np.array(streamed) / np.array(whole)) > 0.9
 
 
 # ---- the command ----
