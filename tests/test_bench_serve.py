@@ -376,7 +376,8 @@ def test_requests_are_sent_when_they_should(script: ScriptedServer, run: Callabl
     script.gap = 0.01
     numbers = run(num_prompts=30, request_rate=(20.0,), seed=5)
     expected = arrival_times(30, 20.0, seed=(5, 0, 1))
-    assert np.median(np.abs(since_first(script) - expected)) < SLACK / 1000
+    late = since_first(script) - expected  # all alike where the first, which opens a connection, was
+    assert np.median(np.abs(late - np.median(late))) < SLACK / 1000
     assert numbers["send_delay_ms"]["median"] < SLACK
 
 
