@@ -164,8 +164,8 @@ SERVER_FLAGS = (
     Flag("request_timeout", "seconds that one request may take", "no limit", float, "S"),
     Flag(
         "tool_call_parser",
-        "how the model writes its calls of functions",
-        "by its chat template",
+        "how the model writes its calls of functions; auto goes by its chat template",
+        "auto",
         metavar="auto|hermes|mistral|llama3_json|pythonic",
     ),
 )
