@@ -168,6 +168,12 @@ SERVER_FLAGS = (
         "auto",
         metavar="auto|hermes|mistral|llama3_json|pythonic",
     ),
+    Flag(
+        "reasoning_parser",
+        "part what the model thinks, <think>...</think>, from its answer, as reasoning_content",
+        "none",
+        metavar="none|think",
+    ),
 )
 
 # Fields of config.SamplingParams whose effect `generate` can show; `seed` is the engine's flag of that name.

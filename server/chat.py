@@ -23,6 +23,7 @@ from server.gate import check_model
 from server.generation import Generation, Usage, answer, new_id
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.protocol import ChatRequest, TemplateFields
+from server.reasoning import ReasoningReader, begins_inside
 from server.sse import ChoiceEvents
 from server.state import STATE, ServerState
 from server.tool_calls import FORCED, FORMATS, Format, ToolCall, ToolCallReader, forced_schema, format_of
@@ -39,14 +40,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     format_ = _tool_format(state, llm, body)
     if isinstance(params, SamplingParams) and format_ is not None:
         params = _for_tools(params, llm, body, format_)
+    prompt = await chat_prompt(llm, body, body.offered_tools)
     generation = Generation(
         body=body,
         params=params,
-        prompts=[await chat_prompt(llm, body, body.offered_tools)],
+        prompts=[prompt],
         add_special_tokens=body.add_special_tokens,
         id=new_id("chatcmpl"),
     )
-    return await answer(request, generation, ChatShape(generation, state.model_name, llm.tokenizer, format_))
+    thinks = begins_inside(prompt) if state.config.reasoning_parser == "think" else None
+    return await answer(request, generation, ChatShape(generation, state.model_name, llm.tokenizer, format_, thinks))
 
 
 def _tool_format(state: ServerState, llm: AsyncLLM, body: ChatRequest) -> Format | None:
@@ -104,17 +107,27 @@ async def chat_prompt(llm: AsyncLLM, body: TemplateFields, tools: Sequence[Tool]
 
 @dataclass
 class _Said:
-    """A choice with tools, as it grows."""
+    """A choice as it grows: what reads it, and how many calls there were."""
 
-    reader: ToolCallReader
+    reasoning: ReasoningReader | None
+    tools: ToolCallReader | None
     calls: int = 0
 
 
 class ChatShape:
-    """How chat completions look; see ``generation.Shape``."""
+    """How chat completions look; see ``generation.Shape``.
+
+    ``tools`` is how calls are written, where there are tools; ``thinks`` whether the prompt has begun the model's
+    reasoning, None where it is not told from the answer.
+    """
 
     def __init__(
-        self, generation: Generation, model_name: str, tokenizer: Tokenizer | None, tools: Format | None = None
+        self,
+        generation: Generation,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+        tools: Format | None = None,
+        thinks: bool | None = None,
     ) -> None:
         assert isinstance(generation.body, ChatRequest)
         self._body = generation.body
@@ -123,7 +136,7 @@ class ChatShape:
         self._chunk = {**self._about, "object": "chat.completion.chunk"}
         self._events = ChoiceEvents(self._chunk, usage=self._body.include_usage)
         self._started = False
-        self._tools = tools
+        self._tools, self._thinks = tools, thinks
         self._said: dict[int, _Said] = {}
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
@@ -139,8 +152,9 @@ class ChatShape:
             self._started = True
             yield from self._role_events(delta)
         for news in delta.outputs:
-            text, calls = self._take(news)
-            delta_of = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+            reasoning, text, calls = self._take(news)
+            parts = {"reasoning_content": reasoning, "content": text, "tool_calls": calls}
+            delta_of = {name: part for name, part in parts.items() if part}
             choice = self._choice(news, "delta", delta_of)
             if delta_of or news.finish_reason or choice["logprobs"] or self._body.return_token_ids:
                 yield self._events.choice(choice)
@@ -157,35 +171,46 @@ class ChatShape:
             yield events.choice({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _message(self, news: CompletionOutput) -> dict[str, Any]:
-        text, calls = self._take(news)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if calls and not text else text,
-            "refusal": None,
-        }
+        reasoning, text, calls = self._take(news)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._thinks is not None and self._body.include_reasoning:
+            message["reasoning_content"] = reasoning or None
         if calls:
+            message["content"] = text or None
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
         return message
 
-    def _take(self, news: CompletionOutput) -> tuple[str, list[dict[str, Any]]]:
-        """What is new, as text and as calls."""
-        if self._tools is None:
-            return news.text, []
-        said = self._said.setdefault(news.index, _Said(ToolCallReader(self._tools)))
-        parts = said.reader.feed(news.text)
-        if news.finish_reason:
-            parts += said.reader.finish()
-        text = "".join(part for part in parts if isinstance(part, str))
-        if self._tokenizer and self._body.skip_special_tokens:  # the reader had to see them
+    def _take(self, news: CompletionOutput) -> tuple[str, str, list[dict[str, Any]]]:
+        """What is new, as reasoning, text and calls."""
+        if self._tools is None and self._thinks is None:
+            return "", news.text, []
+        if news.index not in self._said:
+            thinking = None if self._thinks is None else ReasoningReader(inside=self._thinks)
+            self._said[news.index] = _Said(thinking, ToolCallReader(self._tools) if self._tools else None)
+        said = self._said[news.index]
+        reasoning, text = "", news.text
+        if said.reasoning:
+            reasoning, text = said.reasoning.feed(news.text)
+            if news.finish_reason:
+                last = said.reasoning.finish()
+                reasoning, text = reasoning + last[0], text + last[1]
+        calls: list[dict[str, Any]] = []
+        if said.tools:
+            parts = said.tools.feed(text) + (said.tools.finish() if news.finish_reason else [])
+            text = self._without_special("".join(part for part in parts if isinstance(part, str)))
+            for part in parts:
+                if isinstance(part, ToolCall):
+                    function = {"name": part.name, "arguments": part.arguments}
+                    calls.append({"index": said.calls, "id": new_id("call"), "type": "function", "function": function})
+                    said.calls += 1
+        return reasoning if self._body.include_reasoning else "", text, calls
+
+    def _without_special(self, text: str) -> str:
+        """The text as it is without special tokens, which the reader of calls had to see."""
+        if self._tokenizer and self._body.skip_special_tokens:
             for special in self._tokenizer.special_tokens:
                 text = text.replace(special, "")
-        calls = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                function = {"name": part.name, "arguments": part.arguments}
-                calls.append({"index": said.calls, "id": new_id("call"), "type": "function", "function": function})
-                said.calls += 1
-        return text, calls
+        return text
 
     def _finish_reason(self, news: CompletionOutput) -> str | None:
         has_called = news.index in self._said and self._said[news.index].calls

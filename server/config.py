@@ -9,6 +9,7 @@ from pagedjax import UserError
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "pythonic")
+REASONING_PARSERS = ("none", "think")
 
 _METRICS_PREFIX = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*|")
 
@@ -25,6 +26,7 @@ class ServerConfig:
         hang_timeout: work that waits so long without a step ending turns ``/health`` to 503.
         request_timeout: how long one request may take; None for no limit.
         tool_call_parser: how the model writes its calls of functions; ``auto`` goes by its chat template.
+        reasoning_parser: ``think`` parts ``<think>...</think>`` from the answer.
         log_requests: log each request's parameters (never its text).
 
     Raises:
@@ -46,6 +48,7 @@ class ServerConfig:
     hang_timeout: float = 60.0
     request_timeout: float | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -60,6 +63,7 @@ class ServerConfig:
             ("--log-level", self.log_level, LOG_LEVELS),
             ("--log-format", self.log_format, LOG_FORMATS),
             ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         ):
             if value not in choices:
                 raise UserError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")

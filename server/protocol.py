@@ -289,6 +289,7 @@ class ChatRequest(SamplingRequest, TemplateFields):
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _choice_of_a_tool(self) -> Self:
