@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no reason to fail.
+_PROFILE = settings.get_profile(settings.get_current_profile_name())
+settings.register_profile("without deadlines", _PROFILE, deadline=None)
+settings.load_profile("without deadlines")
 
 
 @pytest.fixture(scope="module", autouse=True)
